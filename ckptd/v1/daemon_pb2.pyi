@@ -1,0 +1,313 @@
+from ckptd.v1 import manifest_pb2 as _manifest_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class HelloRequest(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    def __init__(self, version: _Optional[str] = ...) -> None: ...
+
+class HelloReply(_message.Message):
+    __slots__ = ("node", "version", "store", "memory", "warning")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    WARNING_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    version: str
+    store: str
+    memory: int
+    warning: str
+    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., store: _Optional[str] = ..., memory: _Optional[int] = ..., warning: _Optional[str] = ...) -> None: ...
+
+class LeaseRequest(_message.Message):
+    __slots__ = ("owner", "pid")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    owner: str
+    pid: int
+    def __init__(self, owner: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class LeaseEvent(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    def __init__(self, node: _Optional[str] = ...) -> None: ...
+
+class AllocateRequest(_message.Message):
+    __slots__ = ("owner", "id", "rank", "nbytes", "kind")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        SHARD: _ClassVar[AllocateRequest.Kind]
+        METADATA: _ClassVar[AllocateRequest.Kind]
+    SHARD: AllocateRequest.Kind
+    METADATA: AllocateRequest.Kind
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    owner: str
+    id: str
+    rank: int
+    nbytes: int
+    kind: AllocateRequest.Kind
+    def __init__(self, owner: _Optional[str] = ..., id: _Optional[str] = ..., rank: _Optional[int] = ..., nbytes: _Optional[int] = ..., kind: _Optional[_Union[AllocateRequest.Kind, str]] = ...) -> None: ...
+
+class Segment(_message.Message):
+    __slots__ = ("token", "path", "inode", "nbytes", "keep", "warning")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    WARNING_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    path: str
+    inode: int
+    nbytes: int
+    keep: _containers.RepeatedScalarFieldContainer[int]
+    warning: str
+    def __init__(self, token: _Optional[str] = ..., path: _Optional[str] = ..., inode: _Optional[int] = ..., nbytes: _Optional[int] = ..., keep: _Optional[_Iterable[int]] = ..., warning: _Optional[str] = ...) -> None: ...
+
+class SealRequest(_message.Message):
+    __slots__ = ("owner", "token", "nbytes", "table_nbytes")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    TABLE_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    owner: str
+    token: str
+    nbytes: int
+    table_nbytes: int
+    def __init__(self, owner: _Optional[str] = ..., token: _Optional[str] = ..., nbytes: _Optional[int] = ..., table_nbytes: _Optional[int] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("owner", "token")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    owner: str
+    token: str
+    def __init__(self, owner: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CommitRequest(_message.Message):
+    __slots__ = ("id", "step", "shards", "metadata", "tags", "durable")
+    class TagsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    step: int
+    shards: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Receipt]
+    metadata: _manifest_pb2.Receipt
+    tags: _containers.ScalarMap[str, str]
+    durable: bool
+    def __init__(self, id: _Optional[str] = ..., step: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_manifest_pb2.Receipt, _Mapping]]] = ..., metadata: _Optional[_Union[_manifest_pb2.Receipt, _Mapping]] = ..., tags: _Optional[_Mapping[str, str]] = ..., durable: bool = ...) -> None: ...
+
+class Checkpoint(_message.Message):
+    __slots__ = ("summary", "state", "reason", "pinned", "stock", "abandoned")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        UNKNOWN: _ClassVar[Checkpoint.State]
+        ACCEPTED: _ClassVar[Checkpoint.State]
+        REPLICATED: _ClassVar[Checkpoint.State]
+        DURABLE: _ClassVar[Checkpoint.State]
+        FAILED: _ClassVar[Checkpoint.State]
+        LOST: _ClassVar[Checkpoint.State]
+        ABORTED: _ClassVar[Checkpoint.State]
+        INCOMPLETE: _ClassVar[Checkpoint.State]
+    UNKNOWN: Checkpoint.State
+    ACCEPTED: Checkpoint.State
+    REPLICATED: Checkpoint.State
+    DURABLE: Checkpoint.State
+    FAILED: Checkpoint.State
+    LOST: Checkpoint.State
+    ABORTED: Checkpoint.State
+    INCOMPLETE: Checkpoint.State
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    STOCK_FIELD_NUMBER: _ClassVar[int]
+    ABANDONED_FIELD_NUMBER: _ClassVar[int]
+    summary: _manifest_pb2.Summary
+    state: Checkpoint.State
+    reason: str
+    pinned: bool
+    stock: bool
+    abandoned: bool
+    def __init__(self, summary: _Optional[_Union[_manifest_pb2.Summary, _Mapping]] = ..., state: _Optional[_Union[Checkpoint.State, str]] = ..., reason: _Optional[str] = ..., pinned: bool = ..., stock: bool = ..., abandoned: bool = ...) -> None: ...
+
+class WaitRequest(_message.Message):
+    __slots__ = ("id", "token")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    token: str
+    def __init__(self, id: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
+
+class ResolveRequest(_message.Message):
+    __slots__ = ("id", "fallback")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    FALLBACK_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    fallback: bool
+    def __init__(self, id: _Optional[str] = ..., fallback: bool = ...) -> None: ...
+
+class LoadRequest(_message.Message):
+    __slots__ = ("open", "want", "copied")
+    class Open(_message.Message):
+        __slots__ = ("id", "attempt")
+        ID_FIELD_NUMBER: _ClassVar[int]
+        ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+        id: str
+        attempt: str
+        def __init__(self, id: _Optional[str] = ..., attempt: _Optional[str] = ...) -> None: ...
+    class Want(_message.Message):
+        __slots__ = ("shard", "items", "starts", "ends")
+        SHARD_FIELD_NUMBER: _ClassVar[int]
+        ITEMS_FIELD_NUMBER: _ClassVar[int]
+        STARTS_FIELD_NUMBER: _ClassVar[int]
+        ENDS_FIELD_NUMBER: _ClassVar[int]
+        shard: int
+        items: _containers.RepeatedScalarFieldContainer[int]
+        starts: _containers.RepeatedScalarFieldContainer[int]
+        ends: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, shard: _Optional[int] = ..., items: _Optional[_Iterable[int]] = ..., starts: _Optional[_Iterable[int]] = ..., ends: _Optional[_Iterable[int]] = ...) -> None: ...
+    class Copied(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    WANT_FIELD_NUMBER: _ClassVar[int]
+    COPIED_FIELD_NUMBER: _ClassVar[int]
+    open: LoadRequest.Open
+    want: LoadRequest.Want
+    copied: LoadRequest.Copied
+    def __init__(self, open: _Optional[_Union[LoadRequest.Open, _Mapping]] = ..., want: _Optional[_Union[LoadRequest.Want, _Mapping]] = ..., copied: _Optional[_Union[LoadRequest.Copied, _Mapping]] = ...) -> None: ...
+
+class LoadReply(_message.Message):
+    __slots__ = ("opened", "present")
+    class Opened(_message.Message):
+        __slots__ = ("index", "metadata_nbytes", "tables_nbytes", "checkpoint")
+        INDEX_FIELD_NUMBER: _ClassVar[int]
+        METADATA_NBYTES_FIELD_NUMBER: _ClassVar[int]
+        TABLES_NBYTES_FIELD_NUMBER: _ClassVar[int]
+        CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+        index: Segment
+        metadata_nbytes: int
+        tables_nbytes: int
+        checkpoint: Checkpoint
+        def __init__(self, index: _Optional[_Union[Segment, _Mapping]] = ..., metadata_nbytes: _Optional[int] = ..., tables_nbytes: _Optional[int] = ..., checkpoint: _Optional[_Union[Checkpoint, _Mapping]] = ...) -> None: ...
+    class Present(_message.Message):
+        __slots__ = ("segment",)
+        SEGMENT_FIELD_NUMBER: _ClassVar[int]
+        segment: Segment
+        def __init__(self, segment: _Optional[_Union[Segment, _Mapping]] = ...) -> None: ...
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
+    opened: LoadReply.Opened
+    present: LoadReply.Present
+    def __init__(self, opened: _Optional[_Union[LoadReply.Opened, _Mapping]] = ..., present: _Optional[_Union[LoadReply.Present, _Mapping]] = ...) -> None: ...
+
+class ListRequest(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    def __init__(self, run: _Optional[str] = ...) -> None: ...
+
+class ShowRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class ShowReply(_message.Message):
+    __slots__ = ("checkpoint", "tensors", "files")
+    class Tensor(_message.Message):
+        __slots__ = ("fqn", "dtype", "shape", "raw_bytes", "chunks")
+        FQN_FIELD_NUMBER: _ClassVar[int]
+        DTYPE_FIELD_NUMBER: _ClassVar[int]
+        SHAPE_FIELD_NUMBER: _ClassVar[int]
+        RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
+        CHUNKS_FIELD_NUMBER: _ClassVar[int]
+        fqn: bytes
+        dtype: str
+        shape: _containers.RepeatedScalarFieldContainer[int]
+        raw_bytes: int
+        chunks: int
+        def __init__(self, fqn: _Optional[bytes] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., raw_bytes: _Optional[int] = ..., chunks: _Optional[int] = ...) -> None: ...
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: Checkpoint
+    tensors: _containers.RepeatedCompositeFieldContainer[ShowReply.Tensor]
+    files: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, checkpoint: _Optional[_Union[Checkpoint, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[ShowReply.Tensor, _Mapping]]] = ..., files: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("node", "version", "store", "memory", "used", "segments", "leases", "open_shards", "waiting", "accepted", "failed", "bytes_from", "uptime_seconds", "warning", "pid", "shm_dir")
+    class BytesFromEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    OPEN_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FROM_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WARNING_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    SHM_DIR_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    version: str
+    store: str
+    memory: int
+    used: int
+    segments: int
+    leases: int
+    open_shards: int
+    waiting: int
+    accepted: int
+    failed: int
+    bytes_from: _containers.ScalarMap[str, int]
+    uptime_seconds: float
+    warning: str
+    pid: int
+    shm_dir: str
+    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., store: _Optional[str] = ..., memory: _Optional[int] = ..., used: _Optional[int] = ..., segments: _Optional[int] = ..., leases: _Optional[int] = ..., open_shards: _Optional[int] = ..., waiting: _Optional[int] = ..., accepted: _Optional[int] = ..., failed: _Optional[int] = ..., bytes_from: _Optional[_Mapping[str, int]] = ..., uptime_seconds: _Optional[float] = ..., warning: _Optional[str] = ..., pid: _Optional[int] = ..., shm_dir: _Optional[str] = ...) -> None: ...
