@@ -1,0 +1,314 @@
+"""DCP's ``.metadata`` in and out, without torch and without running a pickle.
+
+Out: the trainer pickles its Metadata (protocol 2, no storage data); `splice` takes
+that pickle's STOP away and appends opcodes that fill in where every item is stored
+and which manifest says more. Stock then reads what it would have written itself.
+In: `save_id` finds that manifest's name in the file's last bytes; `read` makes the
+content of any ``.metadata``, ours or stock's, into plain values.
+
+Promises: a spliced file begins with the trainer's bytes, all but the last, unchanged.
+Never imports or calls what a pickle names, and never repairs: what is not as DCP
+writes it is Corrupt.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from ckptd import inert
+from ckptd.errors import Corrupt, InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+_T = TypeVar("_T")
+
+#: How much of the end of a ``.metadata`` `save_id` has to see.
+TAIL_NBYTES: Final = 512
+
+_METADATA: Final = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM: Final = "torch.distributed.checkpoint.filesystem"
+_SAVE_ID = re.compile(r"[0-9A-Za-z]{1,80}-[0-9A-Za-z]{1,80}\.manifest")
+# The last thing in a spliced file: the key, the name, SETITEMS, BUILD (StorageMeta), SETITEM, BUILD (Metadata), STOP.
+_ENDING = re.compile(rb"X\x07\0\0\0save_idX(.)\0\0\0([0-9A-Za-z]+-[0-9A-Za-z]+\.manifest)ubsb\.\Z", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where one item is stored: `nbytes` stored bytes at `at` of `file`, a name beside ``.metadata``."""
+
+    fqn: bytes
+    offset: tuple[int, ...] | None
+    index: int | None
+    file: str
+    at: int
+    nbytes: int
+
+
+def splice(client_pickle: bytes, placed: Iterable[Placed], *, descriptors: Sequence[str], checkpoint_id: str, save_id: str) -> bytes:
+    """The whole ``.metadata``: `client_pickle` without its STOP, then storage data and storage meta.
+
+    Of items with equal fqn and offset the last one counts, as in stock. Raises
+    InvalidRequest if `client_pickle` is not a pickle of protocol 2 that ends in
+    STOP, a name is not UTF-8 (surrogates pass), or `save_id` no manifest's name.
+    """
+    if len(client_pickle) < 4 or client_pickle[:2] != b"\x80\x02" or client_pickle[-1:] != b".":
+        raise InvalidRequest(f"the metadata is not a pickle of protocol 2 (its {len(client_pickle)} bytes end in {client_pickle[-1:]!r})")
+    if not _SAVE_ID.fullmatch(save_id):
+        raise InvalidRequest(f"{save_id[:80]!r} is not the name of a manifest")
+    parts = [client_pickle[:-1], *_storage_data(placed, descriptors), *_storage_meta(checkpoint_id, save_id), b"."]
+    return b"".join(parts)
+
+
+# The trainer's part is complete, so its memo is used no more: slots are written anew from 0. Slots of what every item needs:
+_INDEX, _SIZE, _INFO, _FQN, _OFFSET, _HINT, _FILE, _LENGTH, _TRANSFORMS, _DESCRIPTORS = (b"h" + bytes([slot]) for slot in range(10))
+_FILE_SLOTS: Final = 10
+
+
+def _storage_data(placed: Iterable[Placed], descriptors: Sequence[str]) -> Iterable[bytes]:
+    shared = [
+        _global(_METADATA, "MetadataIndex"),
+        _global("torch", "Size"),
+        _global(_FILESYSTEM, "_StorageInfo"),
+        *(_text(key) for key in (b"fqn", b"offset", b"index", b"relative_path", b"length", b"transform_descriptors")),
+        b"](" + b"".join(_text(one.encode()) for one in descriptors) + b"e",
+    ]
+    for slot, value in enumerate(shared):
+        yield value + b"q" + bytes([slot]) + b"0"  # put into the memo, off the stack
+    transforms = _TRANSFORMS + _DESCRIPTORS if descriptors else b""
+    files: dict[str, bytes] = {}
+    yield b"}" + _text(b"storage_data") + b"}"
+    for item in placed:
+        file = files.get(item.file)
+        if file is None:
+            place = struct.pack("<I", _FILE_SLOTS + len(files))
+            file, files[item.file] = _text(item.file.encode("utf-8", "surrogatepass")) + b"r" + place, b"j" + place
+        # A new object of the class, its __dict__ in one go, as a dataclass reduces; _StorageInfo leaves out what is None.
+        offset = b"" if item.offset is None else _OFFSET + _SIZE + _tuple(item.offset) + b"\x85R"
+        hint = b"N" if item.index is None else _int(item.index)
+        yield b"%b)\x81}(%b%b%b%b%bub" % (_INDEX, _FQN, _text(_checked(item.fqn)), _HINT, hint, offset)
+        yield b"%b)\x81}(%b%b%b%b%b%b%bubs" % (_INFO, _FILE, file, _OFFSET, _int(item.at), _LENGTH, _int(item.nbytes), transforms)
+    yield b"sb"
+
+
+def _storage_meta(checkpoint_id: str, save_id: str) -> Iterable[bytes]:
+    yield b"}" + _text(b"storage_meta") + _global(_METADATA, "StorageMeta") + b")\x81}("
+    yield _text(b"checkpoint_id") + _text(checkpoint_id.encode("utf-8", "surrogatepass"))
+    yield _text(b"load_id") + b"N" + _text(b"modules") + b"]"
+    yield _text(b"save_id") + _text(save_id.encode()) + b"ubsb"
+
+
+def _checked(fqn: bytes) -> bytes:
+    try:
+        fqn.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as exc:
+        raise InvalidRequest(f"the name {fqn[:80]!r} of an item is not UTF-8") from exc
+    return fqn
+
+
+def _global(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def _text(utf8: bytes) -> bytes:
+    return b"X" + struct.pack("<I", len(utf8)) + utf8
+
+
+def _int(value: int) -> bytes:
+    if 0 <= value < 1 << 8:
+        return b"K" + bytes([value])
+    if 0 <= value < 1 << 16:
+        return b"M" + struct.pack("<H", value)
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    nbytes = value.bit_length() // 8 + 1
+    return b"\x8a" + bytes([nbytes]) + value.to_bytes(nbytes, "little", signed=True)
+
+
+def _tuple(values: tuple[int, ...]) -> bytes:
+    return b"(" + b"".join(map(_int, values)) + b"t" if values else b")"
+
+
+def save_id(tail: bytes) -> str | None:
+    """The manifest's name, given the last 512 bytes of a ``.metadata`` (or all of it); None if ckptd did not write it."""
+    found = _ENDING.search(tail[-TAIL_NBYTES:])
+    if found is None or found.group(1)[0] != len(found.group(2)):
+        return None
+    return found.group(2).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of a checkpoint: torch's dtype without the module, shape and chunks ``(offsets, sizes)`` in elements."""
+
+    fqn: bytes
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAt:
+    """Where an item is stored: `length` bytes at `offset` of `file`, which is relative to the checkpoint's directory."""
+
+    file: str
+    offset: int
+    length: int
+    descriptors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a ``.metadata`` says. Keys of `storage` are ``(fqn, offset)``; `save_id` is None if ckptd did not write it."""
+
+    tensors: list[Tensor]
+    objects: list[bytes]
+    storage: dict[tuple[bytes, tuple[int, ...] | None], StoredAt]
+    save_id: str | None
+
+
+def read(data: bytes) -> Contents:
+    """Reads a whole ``.metadata``, of ckptd or of stock DCP.
+
+    Raises Corrupt for everything else; names the global if it is one that DCP's
+    metadata never has. File names that lead out of the checkpoint are Corrupt too.
+    """
+    return _Reader(len(data)).contents(inert.load(data, _is_known))
+
+
+_PATHS: Final = {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
+# Sets and bytes below protocol 4; members of enums by some Pythons. Only the names are kept.
+_BUILTINS: Final = {"set", "frozenset", "getattr", "list", "dict", "tuple", "int", "str"}
+_KNOWN: Final[dict[str, set[str]]] = {
+    "torch": {"Size", "device", "strided", "contiguous_format", "channels_last", "preserve_format"},
+    "torch.serialization": {"_get_layout"},
+    _FILESYSTEM: {"_StorageInfo", "_StoragePrefix"},
+    _METADATA: {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    # Where TensorProperties lived before torch 2.3.
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
+    "collections": {"OrderedDict", "defaultdict", "deque"},
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
+    "builtins": _BUILTINS,
+    "__builtin__": _BUILTINS,
+    "_codecs": {"encode"},
+}
+_DTYPE = re.compile(r"bool|(?:bfloat|float|complex|int|uint|qint|quint|bits)\d[0-9a-z_]*")
+
+
+def _is_known(module: str, name: str) -> bool:
+    return name in _KNOWN.get(module, ()) or (module == "torch" and _DTYPE.fullmatch(name) is not None)
+
+
+class _Reader:
+    """Takes inert records apart. What is shared by reference may not grow: all lengths together are bounded by the file's."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.left = 4 * nbytes
+
+    def contents(self, root: Any) -> Contents:
+        state = _state(root, "Metadata")
+        tensors, objects = [], []
+        for fqn, entry in _mapping(state.get("state_dict_metadata"), "state_dict_metadata").items():
+            if _class_of(entry) == "BytesStorageMetadata":
+                objects.append(_fqn(fqn))
+            else:
+                tensors.append(self.tensor(_fqn(fqn), entry))
+        storage = {}
+        if state.get("storage_data") is not None:
+            storage = dict(self.stored(key, value) for key, value in _mapping(state["storage_data"], "storage_data").items())
+        return Contents(tensors, objects, storage, self.save_id(state.get("storage_meta")))
+
+    def tensor(self, fqn: bytes, entry: Any) -> Tensor:
+        state = _state(entry, "TensorStorageMetadata")
+        chunks = []
+        for chunk in _of(list, state.get("chunks"), "chunks"):
+            self.spend(1)
+            fields = _state(chunk, "ChunkStorageMetadata")
+            chunks.append((self.size(fields.get("offsets")), self.size(fields.get("sizes"))))
+        dtype = _dtype(state.get("properties"))
+        if type(dtype) is not inert.Global or dtype.module != "torch" or not _DTYPE.fullmatch(dtype.name):
+            raise Corrupt(f"the metadata of {fqn[:80]!r} has no dtype")
+        return Tensor(fqn, dtype.name, self.size(state.get("size")), tuple(chunks))
+
+    def stored(self, key: Any, value: Any) -> tuple[tuple[bytes, tuple[int, ...] | None], StoredAt]:
+        index, info = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
+        offset = index.get("offset")
+        file = _of(str, info.get("relative_path"), "a file's name")
+        if any(part in ("", ".", "..") for part in file.split("/")):
+            raise Corrupt(f"the metadata names the file {file[:80]!r}, which is not inside the checkpoint")
+        descriptors = info.get("transform_descriptors") or []
+        if type(descriptors) not in (list, tuple):
+            raise Corrupt("the metadata has transform descriptors that are no list")
+        self.spend(1 + len(descriptors))
+        names = tuple(_of(str, one, "a descriptor") for one in descriptors)
+        place = StoredAt(file, self.count(info.get("offset")), self.count(info.get("length")), names)
+        return (_fqn(index.get("fqn")), None if offset is None else self.size(offset)), place
+
+    def save_id(self, meta: Any) -> str | None:
+        found = None if meta is None else _state(meta, "StorageMeta").get("save_id")
+        return found if type(found) is str and _SAVE_ID.fullmatch(found) else None
+
+    def size(self, value: Any) -> tuple[int, ...]:
+        if _class_of(value) == "Size" and len(value.args) == 1:
+            value = value.args[0]
+        dims = _of(tuple, value, "a size")
+        self.spend(len(dims))
+        return tuple(self.count(dim) for dim in dims)
+
+    def count(self, value: Any) -> int:
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise Corrupt("the metadata has a size or position that is no number")
+        return value
+
+    def spend(self, amount: int) -> None:
+        self.left -= amount
+        if self.left < 0:
+            raise Corrupt("the metadata describes more chunks than its length allows")
+
+
+def _class_of(value: Any) -> str | None:
+    return value.callee.name if type(value) is inert.Record else None
+
+
+def _of(kind: type[_T], value: Any, what: str) -> _T:
+    if type(value) is not kind:
+        raise Corrupt(f"the metadata has a {type(value).__name__} as {what}, not a {kind.__name__}")
+    return value
+
+
+def _state(record: Any, name: str) -> dict[Any, Any]:
+    if _class_of(record) != name:
+        raise Corrupt(f"the metadata has no {name} where one should be")
+    return {} if record.state is None else _of(dict, record.state, name)
+
+
+def _dtype(properties: Any) -> Any:
+    if _class_of(properties) != "TensorProperties":
+        raise Corrupt("the metadata of a tensor has no properties")
+    fields = properties.state
+    if type(fields) is dict:
+        return fields.get("dtype")
+    return fields[0] if type(fields) is tuple and fields else None
+
+
+def _mapping(value: Any, what: str) -> Mapping[Any, Any]:
+    if _class_of(value) in ("OrderedDict", "defaultdict"):
+        value = dict(value.entries)
+    return _of(dict, value, what)
+
+
+def _fqn(value: Any) -> bytes:
+    return _of(str, value, "a name").encode("utf-8", "surrogatepass")
