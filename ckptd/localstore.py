@@ -1,0 +1,238 @@
+"""A store in a directory of this machine's file system, with the discipline that fsspec lacks.
+
+Promises: a file appears under its name only when all its bytes are on disk, and put returns
+when the directories that lead to it are, too (sibling temporary file, fsync, rename, fsync
+of each directory up to the root); a failed put leaves nothing. Symbolic links to directories
+are followed when listing. Never expands patterns, never leaves the root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from ckptd.errors import Corrupt, NotFound, StoreError, Unavailable
+from ckptd.store import Buffer, Object, Source, check_key, check_prefix, is_temporary, reading, temporary_name
+
+#: What an operator has to change, by errno. Everything else may pass: a full disk, a quota, a stale mount, I/O errors.
+_HINTS: Final = {
+    errno.EACCES: "give the daemon's user access to it",
+    errno.EPERM: "give the daemon's user access to it",
+    errno.EROFS: "the file system is mounted read-only",
+    errno.ENOENT: "a directory on the way to it is missing",
+    errno.ENOTDIR: "something on the way to it is a file, not a directory",
+    errno.EEXIST: "something on the way to it is a file, not a directory",
+    errno.EISDIR: "a directory has the name of an object",
+    errno.ELOOP: "there are too many symbolic links on the way to it",
+    errno.ENAMETOOLONG: "its name is too long for this file system",
+    errno.EINVAL: "the file system does not accept this name or operation",
+    errno.EILSEQ: "the file system does not accept this name",
+    errno.EFBIG: "the file system or a ulimit does not allow files of this size",
+}
+#: What passes sooner if an operator helps.
+_PASSING: Final = {errno.ENOSPC: "free some space", errno.EDQUOT: "raise the quota or free some space"}
+#: The kernel moves at most 2 GiB less a page per call.
+_CHUNK_NBYTES: Final = 1 << 30
+
+
+class LocalStore:
+    """Objects are files below `path`; a key is a relative path."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._root = Path(os.path.abspath(os.path.expanduser(path)))
+
+    @property
+    def url(self) -> str:
+        return str(self._root)
+
+    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None) -> int:
+        target = self._root / check_key(key)
+        what = f"cannot write {target}"
+        with _translated(what):
+            fd, temporary = self._create_beside(target)
+        nbytes = 0
+        try:
+            with reading(source) as pieces:
+                for piece in pieces:
+                    with _translated(what):
+                        nbytes += _write_all(fd, piece)
+            with _translated(what):
+                os.fsync(fd)
+                os.rename(temporary, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        finally:
+            os.close(fd)
+        with _translated(what):
+            directory = target.parent
+            # All the way up, not only what this call made: another thread may have made a parent and not synced it yet.
+            while directory != self._root:
+                _sync_directory(directory)
+                directory = directory.parent
+            _sync_directory(self._root)
+        return nbytes
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        path = self._root / check_key(key)
+        if end is not None and start >= end:
+            return b""
+        with _translated(f"cannot read {path}"):
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    data = _read_range(fd, start, end)
+                finally:
+                    os.close(fd)
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as exc:
+                self._check_root()
+                raise NotFound(f"{key} is not in the store {self.url}") from exc
+        if end is not None and len(data) != end - start:
+            raise Corrupt(f"{key} in {self.url} is too short: it has no bytes from {start + len(data)} to {end}")
+        return data
+
+    def list(self, prefix: str = "") -> Iterator[Object]:
+        directory, _, _ = check_prefix(prefix).rpartition("/")
+        with _translated(f"cannot list {self._root / directory}"):
+            self._check_root()
+            for found in self._walk(self._root / directory, f"{directory}/" if directory else "", ()):
+                if found.key.startswith(prefix) and not is_temporary(found.key):
+                    yield found
+
+    def delete(self, keys: Iterable[str]) -> None:
+        paths = [self._root / check_key(key) for key in keys]
+        with _translated(f"cannot delete in {self._root}"):
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    os.unlink(path)
+            # On disk before the caller goes on to delete what hung on these.
+            for directory in sorted({path.parent for path in paths}):
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    _sync_directory(directory)
+        for path in paths:
+            directory = path.parent
+            while directory != self._root:
+                try:
+                    os.rmdir(directory)
+                except OSError:  # not empty, gone, or not ours to remove: tidiness is no promise
+                    break
+                directory = directory.parent
+
+    def probe(self) -> None:
+        with _translated(f"cannot use {self._root} as a store"):
+            self._make_root()
+            with os.scandir(self._root) as entries:
+                next(entries, None)
+            fd, temporary = self._create_beside(self._root / "probe")
+            try:
+                _write_all(fd, b"ckptd")
+                os.fsync(fd)
+                if _read_file(temporary) != b"ckptd":
+                    raise StoreError(f"{self._root} does not give back what was written: use another store")
+            finally:
+                os.close(fd)
+                os.unlink(temporary)
+            _sync_directory(self._root)
+
+    def _check_root(self) -> None:
+        if not self._root.is_dir():
+            kind = "is not a directory" if self._root.exists() else "does not exist; is it mounted, is the path right?"
+            raise StoreError(f"the store {self._root} {kind}")
+
+    def _make_root(self) -> None:
+        missing = [path for path in (self._root, *self._root.parents) if not path.exists()]
+        os.makedirs(self._root, exist_ok=True)
+        for path in missing:
+            _sync_directory(path.parent)
+
+    def _create_beside(self, target: Path) -> tuple[int, Path]:
+        """A new temporary file in the directory of `target`, open for writing."""
+        for last_try in (False,) * 15 + (True,):
+            if not self._root.is_dir():
+                self._make_root()
+            os.makedirs(target.parent, exist_ok=True)
+            temporary = target.parent / temporary_name()
+            try:
+                return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), temporary
+            except FileNotFoundError:  # somebody deleted the last object of this directory, and the directory with it
+                if last_try:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _walk(self, directory: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[Object]:
+        """All files below `directory`. What disappears meanwhile is left out; what cannot be read raises."""
+        try:
+            status = directory.stat()
+            here = (status.st_dev, status.st_ino)
+            if here in above:  # a symbolic link that leads back
+                return
+            with os.scandir(directory) as entries:
+                found = sorted(entries, key=lambda entry: entry.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for entry in found:
+            try:
+                if entry.is_dir():
+                    yield from self._walk(directory / entry.name, f"{prefix}{entry.name}/", (*above, here))
+                    continue
+                status = entry.stat()
+            except FileNotFoundError:
+                continue
+            yield Object(f"{prefix}{entry.name}", status.st_size, status.st_mtime)
+
+
+@contextlib.contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """Turns the operating system's errors into ours."""
+    try:
+        yield
+    except OSError as exc:
+        text = f"{what}: {exc.strerror or exc}"
+        hint = _HINTS.get(exc.errno or 0)
+        if hint is not None:
+            raise StoreError(f"{text}; {hint}") from exc
+        hint = _PASSING.get(exc.errno or 0)
+        raise Unavailable(f"{text}; {hint}" if hint else text) from exc
+
+
+def _write_all(fd: int, piece: Buffer) -> int:
+    view = memoryview(piece).cast("B")
+    written = 0
+    while written < len(view):
+        written += os.write(fd, view[written : written + _CHUNK_NBYTES])
+    return written
+
+
+def _read_range(fd: int, start: int, end: int | None) -> bytes:
+    """Bytes [start, end) of an open file, fewer if it ends before; to its end if `end` is None."""
+    if end is None:
+        end = os.fstat(fd).st_size
+    pieces = []
+    while start < end:
+        piece = os.pread(fd, min(end - start, _CHUNK_NBYTES), start)
+        if not piece:
+            break
+        pieces.append(piece)
+        start += len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _read_file(path: Path) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.readall()
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as exc:
+        if exc.errno != errno.EINVAL:  # some network and FUSE file systems have no fsync for directories
+            raise
+    finally:
+        os.close(fd)

@@ -1,0 +1,200 @@
+"""Durable bytes: named objects that are put whole, read in ranges, listed and deleted.
+
+Promises, for every Store: a put is whole or invisible, whatever fails in the middle of it,
+the source of the bytes included; a listing is never cached, and one that cannot be read
+raises; foreign errors become ours here, once. All calls block and may come from any
+thread. Never interprets bytes, never imports a storage package before a URL asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeAlias, TypeVar
+
+from ckptd.errors import InvalidRequest, Unavailable
+from ckptd.model import mint_token
+
+#: Contiguous bytes, read only or not.
+Buffer: TypeAlias = bytes | bytearray | memoryview
+#: Yields an object's bytes afresh at each call, so that a put can be tried again.
+Source: TypeAlias = Callable[[], Iterable[Buffer]]
+
+_TEMPORARY = re.compile(r"\.ckptd-[0-9a-f]{16}\.tmp")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
+#: Longest pause before a retry, in seconds.
+_LONGEST_PAUSE: Final = 5.0
+_FIRST_PAUSE: Final = 0.2
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    """One object as a listing shows it."""
+
+    key: str
+    nbytes: int
+    modified: float
+    """Seconds since the epoch; 0.0 if the store does not say."""
+
+
+class Store(Protocol):
+    """Keys are relative to the store's root, parts separated by ``/``; none is empty, ``.`` or ``..``."""
+
+    @property
+    def url(self) -> str:
+        """Where it is, for people: credentials are masked."""
+
+    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None) -> int:
+        """Stores all bytes of `source()` under `key`, replacing atomically what is there. Returns their number.
+
+        Whatever is raised on the way, nothing of it is visible. What `source` raises comes out as it is.
+        `nbytes_hint`: about how many bytes are to come (it decides the size of an upload's parts).
+        Raises StoreError, or Unavailable: then the put may be tried again, and in the rare case that
+        only the answer was lost the object is there already, whole. Not retried here.
+        """
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        """The bytes [start, end) of an object; to its end if `end` is None (b"" if `start` lies beyond it).
+
+        An empty range is not looked up. Raises NotFound; Corrupt if `end` is given and the answer
+        is not exactly that long; StoreError, Unavailable.
+        """
+
+    def list(self, prefix: str = "") -> Iterator[Object]:
+        """Every object whose key starts with `prefix`, as it is now, in no promised order.
+
+        Leaves out temporary names of our own. Raises StoreError (also if the root is missing), Unavailable.
+        """
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Deletes objects; missing ones are fine. Raises StoreError, Unavailable: then some may be left."""
+
+    def probe(self) -> None:
+        """Writes, lists, reads and deletes a small object. Creates the root where a store has directories.
+
+        Raises StoreError if this can never work until an operator acts, Unavailable if it may later.
+        """
+
+
+def check_key(key: str) -> str:
+    """Returns `key`; raises InvalidRequest if it could lead out of the store or is ambiguous."""
+    if "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
+        raise InvalidRequest(f"{key!r} is not a key of a store: parts are separated by '/', none is empty, '.' or '..'")
+    return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Returns `prefix`; raises InvalidRequest unless it is the beginning of a key."""
+    directory, _, _ = prefix.rpartition("/")
+    if directory or prefix.startswith("/"):
+        check_key(directory)
+    return prefix
+
+
+def temporary_name() -> str:
+    """A fresh name for a file that is not whole yet. `list` leaves such names out."""
+    return f".ckptd-{mint_token()}.tmp"
+
+
+def is_temporary(key: str) -> bool:
+    """Whether `key` ends in a name that `temporary_name` made."""
+    return _TEMPORARY.fullmatch(key.rpartition("/")[2]) is not None
+
+
+@contextlib.contextmanager
+def reading(source: Source) -> Iterator[Iterator[Buffer]]:
+    """The pieces of `source`; a generator behind it is closed at the end, also of a put that failed in the middle."""
+    pieces = iter(source())
+    try:
+        yield pieces
+    finally:
+        close = getattr(pieces, "close", None)
+        if callable(close):
+            close()
+
+
+def open_store(url: str, options: Mapping[str, str] | None = None, *, retries: int = 4) -> Store:
+    """The store that `url` names: a path, ``file:///path``, or any URL that fsspec can write to.
+
+    `options` are for the storage package (fsspec's names); values are JSON where they parse, else text.
+    Touches no object: `probe` tells whether the store works. `retries`: how often a call other than put
+    is tried again while the store is unavailable. Raises InvalidRequest: unknown scheme, missing
+    package, options that its constructor refuses.
+    """
+    options = dict(options or {})
+    found = _SCHEME.match(url)
+    scheme = found.group(1).lower() if found else ""
+    if not url or "::" in url:
+        raise InvalidRequest(f"{url!r} names no store: give a directory, or a URL such as s3://bucket/prefix")
+    if scheme and not url[len(scheme) :].startswith("://"):
+        raise InvalidRequest(f"store {url!r}: write {scheme}://… for a URL, or ./{url} for a directory of that name")
+    if scheme in ("", "file"):
+        from ckptd.localstore import LocalStore
+
+        if options:
+            raise InvalidRequest(f"store {url!r} is a local directory and takes no --store-option ({', '.join(sorted(options))})")
+        path = url.removeprefix(url[: len("file://")]) if scheme else url
+        if scheme and not path.startswith("/"):
+            raise InvalidRequest(f"store {url!r}: a file URL has three slashes, file:///directory")
+        store: Store = LocalStore(path)
+    else:
+        from ckptd.fsspecstore import FsspecStore
+
+        store = FsspecStore(url, options)
+    return Retrying(store, retries=retries) if retries else store
+
+
+class Retrying:
+    """A Store that tries again what may pass: get, list, delete and probe, when they raise Unavailable.
+
+    Exponential backoff with full jitter. A put goes through untouched: only its caller can choose
+    a fresh name.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        retries: int = 4,
+        sleep: Callable[[float], None] = time.sleep,
+        jitter: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        self._store = store
+        self._retries = retries
+        self._sleep = sleep
+        self._jitter = jitter
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None) -> int:
+        return self._store.put(key, source, nbytes_hint=nbytes_hint)
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        return self._again(lambda: self._store.get(key, start, end))
+
+    def list(self, prefix: str = "") -> Iterator[Object]:
+        # Whole before the first is handed out: a listing that is tried again must not repeat itself.
+        return iter(self._again(lambda: [*self._store.list(prefix)]))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        wanted = [*keys]
+        self._again(lambda: self._store.delete(wanted))
+
+    def probe(self) -> None:
+        self._again(self._store.probe)
+
+    def _again(self, call: Callable[[], T]) -> T:
+        for attempt in range(self._retries):
+            try:
+                return call()
+            except Unavailable:
+                self._sleep(self._jitter(0.0, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**attempt)))
+        return call()

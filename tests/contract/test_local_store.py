@@ -1,0 +1,200 @@
+"""What a store in a directory promises beyond every store: durability, tidiness, the operating system's errors."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ckptd.errors import InvalidRequest, NotFound, StoreError, Unavailable
+from ckptd.localstore import LocalStore
+from ckptd.store import open_store
+
+
+def files(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*")}
+
+
+def test_a_writer_that_is_killed_leaves_nothing_that_is_listed(tmp_path: Path) -> None:
+    script = textwrap.dedent("""
+        import sys, time
+        from ckptd.store import open_store
+        def source():
+            yield b"x" * 100_000
+            print("halfway", flush=True)
+            time.sleep(600)
+        open_store(sys.argv[1]).put("step-1/.metadata", source)
+    """)
+    with subprocess.Popen([sys.executable, "-c", script, tmp_path], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "halfway\n"
+        writer.send_signal(signal.SIGKILL)
+    assert "step-1/.metadata" not in files(tmp_path)
+    store = open_store(str(tmp_path))
+    assert list(store.list()) == []
+    with pytest.raises(NotFound):
+        store.get("step-1/.metadata")
+    store.put("step-1/.metadata", lambda: [b"whole"])
+    assert (tmp_path / "step-1" / ".metadata").read_bytes() == b"whole"
+
+
+def test_a_full_disk_may_pass_and_leaves_nothing(tmp_path: Path) -> None:
+    script = textwrap.dedent("""
+        import os, subprocess, sys
+        from ckptd import errors
+        from ckptd.store import open_store
+        root = sys.argv[1]
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "full", root], check=True)
+        store = open_store(root)
+        store.put("a", lambda: [b"1"])
+        try:
+            store.put("b", lambda: [b"x" * 300_000] * 10)
+        except errors.Unavailable as exc:
+            print(exc)
+        print(os.listdir(root))
+        store.put("c", lambda: [b"x" * 500_000])
+        print(sorted(found.key for found in store.list()))
+    """)
+    command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", script, str(tmp_path)]
+    if subprocess.run([*command[:4], "mount", "-t", "tmpfs", "x", tmp_path], check=False, capture_output=True).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert lines[1:] == ["['a']", "['a', 'c']"], done.stderr
+    assert "No space left on device" in lines[0]
+    assert "free some space" in lines[0]
+
+
+def test_a_size_limit_is_the_operators_and_leaves_nothing(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(StoreError, match="ulimit"):
+            LocalStore(tmp_path).put("run/step-1/file", lambda: [b"x" * 50_000] * 4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert files(tmp_path) <= {"run", "run/step-1"}
+
+
+def test_a_file_in_the_way_is_the_operators(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    root = LocalStore(tmp_path / "file")
+    below = LocalStore(tmp_path / "file" / "store")
+    for store in (root, below):
+        for call in (store.probe, lambda store=store: [*store.list()], lambda store=store: store.put("a", lambda: [b"1"])):
+            with pytest.raises(StoreError):
+                call()
+    with pytest.raises(StoreError, match="file"):
+        LocalStore(tmp_path).put("file/a", lambda: [b"1"])
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(StoreError):
+        LocalStore(tmp_path).put("directory", lambda: [b"1"])
+    assert files(tmp_path) == {"file", "directory"}
+
+
+@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="needs a sysfs")
+def test_a_root_that_cannot_be_written_is_the_operators() -> None:
+    with pytest.raises(StoreError, match="/sys/ckptd"):
+        open_store("/sys/ckptd").probe()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_directory_that_cannot_be_read_is_an_error_and_not_empty(tmp_path: Path) -> None:
+    (tmp_path / "run-a" / "step-1").mkdir(parents=True)
+    (tmp_path / "run-a").chmod(0)
+    try:
+        with pytest.raises(StoreError, match="access"):
+            list(open_store(str(tmp_path)).list())
+    finally:
+        (tmp_path / "run-a").chmod(0o700)
+
+
+def test_a_root_that_does_not_exist_is_an_error_to_read_and_made_to_write(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "not" / "there"))
+    with pytest.raises(StoreError, match="does not exist"):
+        list(store.list())
+    with pytest.raises(StoreError, match="does not exist"):
+        store.get("a")
+    store.probe()
+    assert list(store.list()) == []
+    open_store(str(tmp_path / "another")).put("a", lambda: [b"1"])
+    assert (tmp_path / "another" / "a").read_bytes() == b"1"
+
+
+def test_delete_removes_the_directories_it_empties_and_no_others(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    for key in ("run/step-1/.metadata", "run/step-1/.ckptd/x", "run/step-2/.metadata"):
+        store.put(key, lambda: [b"1"])
+    (tmp_path / "store" / "mine").mkdir()
+    store.delete(["run/step-1/.metadata"])
+    assert "run/step-1/.ckptd/x" in files(tmp_path / "store")
+    store.delete(["run/step-1/.ckptd/x"])
+    assert files(tmp_path / "store") == {"run", "run/step-2", "run/step-2/.metadata", "mine"}
+    store.delete(["run/step-2/.metadata", "mine/nothing"])
+    assert files(tmp_path / "store") == set()
+
+
+def test_puts_and_deletes_in_one_directory_do_not_disturb_each_other(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+
+    def source() -> Iterator[bytes]:
+        store.delete(["run/step-1/other"])
+        yield b"1"
+
+    for _ in range(3):
+        store.put("run/step-1/other", lambda: [b"0"])
+        store.put("run/step-1/file", source)
+    assert files(tmp_path) == {"run", "run/step-1", "run/step-1/file"}
+
+
+def test_links_to_directories_are_followed_and_loops_end(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    (disk / "step-1").mkdir(parents=True)
+    (disk / "step-1" / ".metadata").write_bytes(b"1")
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "run").symlink_to(disk)
+    (disk / "again").symlink_to(root)
+    (disk / "broken").symlink_to(tmp_path / "nowhere")
+    assert [found.key for found in LocalStore(root).list()] == ["run/step-1/.metadata"]
+
+
+@pytest.mark.parametrize("make", [str, lambda path: f"file://{path}", lambda path: f"{path}/", lambda path: f"FILE://{path}/./"])
+def test_a_directory_may_be_written_as_a_path_or_a_file_url(tmp_path: Path, make) -> None:
+    store = open_store(make(tmp_path))
+    store.put("a", lambda: [b"1"])
+    assert (tmp_path / "a").read_bytes() == b"1"
+    assert store.url == str(tmp_path)
+
+
+def test_a_relative_path_is_fixed_when_the_store_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = open_store("some/store")
+    monkeypatch.chdir("/")
+    store.put("a", lambda: [b"1"])
+    assert (tmp_path / "some" / "store" / "a").read_bytes() == b"1"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_store("~/store").url == str(tmp_path / "store")
+
+
+def test_a_local_directory_takes_no_options(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="endpoint_url"):
+        open_store(str(tmp_path), {"endpoint_url": "http://127.0.0.1:1"})
+
+
+def test_a_directory_that_loses_its_disk_may_come_back() -> None:
+    # /proc/<pid>/… of a process that has ended answers ESRCH: no errno that an operator could act on.
+    with subprocess.Popen(["sleep", "60"]) as child:
+        fd = os.open(f"/proc/{child.pid}/fd", os.O_RDONLY | os.O_DIRECTORY)
+        child.kill()
+    try:
+        with pytest.raises((Unavailable, StoreError)):
+            LocalStore(f"/proc/self/fd/{fd}").put("a", lambda: [b"1"])
+    finally:
+        os.close(fd)
