@@ -1,0 +1,372 @@
+"""What this node holds in memory: shards, attempts and who may lose them.
+
+A pure state machine. Events come in as plain calls, what must follow comes out as
+effects; nothing here awaits, reads a clock or touches a file, so each transition
+is atomic on the daemon's loop. The caller writes an attempt's record *before*
+`accept`, and carries out the effects in their order.
+
+An attempt moves accepted -> durable, or ends as failed or aborted. Its segments are
+kept as long as nothing else needs their memory; `victims` says in which order they go.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from ckptd import errors
+from ckptd.model import CheckpointId, mint_attempt
+from ckptd.v1.daemon_pb2 import Checkpoint, CommitRequest
+from ckptd.v1.manifest_pb2 import Receipt, Record, Summary
+
+#: How many ended attempts are remembered for `list` and `wait`.
+REMEMBERED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The segment's bytes are not needed any more."""
+
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The attempt's commit record is not needed any more."""
+
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopFlush:
+    """Making the attempt durable has become pointless."""
+
+    attempt: str
+
+
+Effect = Drop | Forget | StopFlush
+
+
+@dataclass(slots=True)
+class Shard:
+    """One segment with a meaning: the shard, or the metadata pickle, of one save of `id`."""
+
+    token: str
+    id: CheckpointId
+    rank: int
+    owner: str
+    metadata: bool
+    receipt: Receipt | None = None
+    sealed_at: float = 0.0
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One accepted save and what is still here of it."""
+
+    record: Record
+    id: CheckpointId
+    state: Checkpoint.State
+    reason: str = ""
+    held: set[str] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return self.record.summary.attempt
+
+    @property
+    def tokens(self) -> list[str]:
+        return [receipt.token for receipt in bound(self.record)]
+
+    @property
+    def whole(self) -> bool:
+        """Every byte is in this node's memory."""
+        return len(self.held) == len(self.record.shards) + 1
+
+    @property
+    def ended(self) -> bool:
+        return self.state in (Checkpoint.FAILED, Checkpoint.ABORTED, Checkpoint.LOST)
+
+    @property
+    def restorable(self) -> bool:
+        return self.state == Checkpoint.DURABLE or (self.whole and self.state != Checkpoint.ABORTED)
+
+
+def bound(record: Record) -> list[Receipt]:
+    """All that a record binds: the shards, then the metadata pickle."""
+    return [*record.shards, record.metadata]
+
+
+class Catalog:
+    """All shards and attempts of one daemon. Lives on the loop."""
+
+    def __init__(self, node: str, *, open_timeout_seconds: float, codec: str) -> None:
+        self.node = node
+        self.codec = codec
+        self.open_timeout_seconds = open_timeout_seconds
+        self.shards: dict[str, Shard] = {}
+        self.attempts: dict[str, Attempt] = {}
+        self.bound: dict[str, str] = {}
+        self.leases: Counter[str] = Counter()
+        self.pins: Counter[str] = Counter()
+        self.newest: dict[str, str] = {}
+        self.warning = ""
+
+    # -- leases -----------------------------------------------------------------------------
+
+    def lease(self, owner: str) -> None:
+        self.leases[owner] += 1
+
+    def lease_ended(self, owner: str) -> list[Effect]:
+        """The owner's unsealed segments are lost; what it sealed is not touched."""
+        self.leases[owner] -= 1
+        if self.leases[owner] > 0:
+            return []
+        del self.leases[owner]
+        gone = [shard.token for shard in self.shards.values() if shard.owner == owner and shard.receipt is None]
+        return [self._drop_shard(token) for token in gone]
+
+    # -- a save -----------------------------------------------------------------------------
+
+    def restarted(self, checkpoint: CheckpointId, rank: int) -> list[Effect]:
+        """The rank starts this id again: what it sealed for it and nobody bound is dropped."""
+        stale = [s.token for s in self._unbound(checkpoint) if s.rank == rank and not s.metadata and s.receipt is not None]
+        return [self._drop_shard(token) for token in stale]
+
+    def opened(self, token: str, checkpoint: CheckpointId, rank: int, owner: str, *, metadata: bool) -> None:
+        self.shards[token] = Shard(token, checkpoint, rank, owner, metadata)
+
+    def open_shard(self, token: str, owner: str) -> Shard:
+        """The unsealed shard that `owner` writes; LeaseLost if it is not the owner's any more."""
+        shard = self.shards.get(token)
+        if shard is None or shard.receipt is not None or shard.owner != owner:
+            raise errors.LeaseLost(
+                "the daemon no longer holds the memory this save was written to "
+                "(it was restarted, or the connection to it broke): save again"
+            )
+        return shard
+
+    def sealed(self, token: str, receipt: Receipt, now: float) -> None:
+        shard = self.shards[token]
+        shard.receipt = receipt
+        shard.sealed_at = now
+
+    def released(self, token: str) -> None:
+        self.shards.pop(token, None)
+
+    def expire(self, now: float) -> list[Effect]:
+        """Drops sealed shards that nobody bound for `open_timeout_seconds` after the last seal of their save.
+
+        The timer stands still while a live lease still writes a shard of the same id.
+        """
+        effects: list[Effect] = []
+        for checkpoint in {shard.id for shard in self.shards.values() if self.holder(shard.token) is None}:
+            unbound = self._unbound(checkpoint)
+            if any(shard.receipt is None and self.leases[shard.owner] > 0 for shard in unbound):
+                for shard in unbound:
+                    shard.sealed_at = now
+                continue
+            sealed = [shard for shard in unbound if shard.receipt is not None]
+            if sealed and max(shard.sealed_at for shard in sealed) + self.open_timeout_seconds <= now:
+                effects += [self._drop_shard(shard.token) for shard in sealed]
+        return effects
+
+    def prepare(self, request: CommitRequest, now_us: int) -> Record:
+        """The record that would make these receipts an attempt. Changes nothing."""
+        checkpoint = CheckpointId.parse(request.id)
+        receipts: list[Receipt] = [*request.shards, request.metadata]
+        if not request.shards:
+            raise errors.InvalidRequest(f"{checkpoint}: a checkpoint has at least one shard")
+        ranks = Counter(receipt.rank for receipt in request.shards)
+        if twice := [rank for rank, times in ranks.items() if times > 1]:
+            raise errors.InvalidRequest(f"{checkpoint}: rank {twice[0]} brought more than one shard")
+        if foreign := [receipt for receipt in receipts if receipt.node and receipt.node != self.node]:
+            raise errors.InvalidRequest(
+                f"{checkpoint}: rank {foreign[0].rank} saved to another daemon ({foreign[0].node}), or to this one before its memory "
+                "was lost: save again, with the same CKPTD_ADDRESS on all ranks (this version commits only what one daemon holds)"
+            )
+        for receipt in receipts:
+            shard = self.shards.get(receipt.token)
+            if shard is None or shard.receipt != receipt or shard.id != checkpoint or self.holder(receipt.token):
+                what = "the metadata" if receipt is receipts[-1] else f"the shard of rank {receipt.rank}"
+                raise errors.LeaseLost(f"{checkpoint}: the daemon no longer holds {what} (restarted meanwhile?): save again")
+        summary = Summary(
+            id=str(checkpoint),
+            attempt=mint_attempt(now_us, self.newest.get(checkpoint.run)),
+            accepted_us=now_us,
+            world_size=len(request.shards),
+            raw_bytes=sum(receipt.raw_bytes for receipt in request.shards),
+            codec=self.codec,
+            tags=request.tags,
+        )
+        if request.HasField("step"):
+            summary.step = request.step
+        return Record(
+            summary=summary,
+            shards=sorted(receipts[:-1], key=lambda receipt: receipt.rank),
+            metadata=request.metadata,
+            durable=request.durable,
+        )
+
+    def accept(self, record: Record, *, durable: bool = False) -> list[Effect]:
+        """The record is written: the attempt exists, and supersedes older ones of its id."""
+        checkpoint = CheckpointId.parse(record.summary.id)
+        attempt = Attempt(record, checkpoint, Checkpoint.DURABLE if durable else Checkpoint.ACCEPTED)
+        attempt.held = set(attempt.tokens)
+        self.attempts[attempt.name] = attempt
+        self.bound.update(dict.fromkeys(attempt.tokens, attempt.name))
+        self.learn(checkpoint.run, attempt.name)
+        for receipt in bound(record):
+            if receipt.token not in self.shards:  # re-adopted after a restart
+                metadata = receipt.token == record.metadata.token
+                self.shards[receipt.token] = Shard(receipt.token, checkpoint, receipt.rank, "", metadata, receipt)
+        effects: list[Effect] = []
+        for older in self._older(attempt):
+            if older.state == Checkpoint.ACCEPTED or older.state == Checkpoint.FAILED:
+                effects += self._end(older, Checkpoint.ABORTED, f"superseded by a newer save of {checkpoint}")
+        return effects
+
+    def learn(self, run: str, attempt: str) -> None:
+        """An attempt of the run exists somewhere: later ones must be newer."""
+        self.newest[run] = max(attempt, self.newest.get(run, ""))
+
+    # -- becoming durable -------------------------------------------------------------------
+
+    def to_flush(self) -> Attempt | None:
+        """The oldest attempt that still has to become durable."""
+        pending = [a for a in self.attempts.values() if a.state == Checkpoint.ACCEPTED and a.record.durable and a.whole]
+        return min(pending, key=lambda attempt: attempt.name, default=None)
+
+    def flushed(self, name: str, stored_bytes: int) -> list[Effect]:
+        attempt = self.attempts[name]
+        if attempt.state == Checkpoint.ABORTED:  # superseded while .metadata was on its way
+            return []
+        attempt.state = Checkpoint.DURABLE
+        attempt.record.summary.stored_bytes = stored_bytes
+        attempt.reason = ""
+        self.warning = ""
+        effects: list[Effect] = []
+        for older in self._older(attempt):
+            effects += self._end(older, Checkpoint.ABORTED, f"superseded by a newer save of {attempt.id}")
+        return effects
+
+    def failed(self, name: str, reason: str) -> None:
+        """The attempt cannot become durable. Its bytes stay until their memory is needed."""
+        attempt = self.attempts[name]
+        attempt.state = Checkpoint.FAILED
+        attempt.reason = reason
+        self.warning = f"checkpoint {attempt.id} could not be made durable: {reason}"
+
+    def aborted(self, name: str, reason: str) -> list[Effect]:
+        attempt = self.attempts[name]
+        return [] if attempt.state == Checkpoint.ABORTED else self._end(attempt, Checkpoint.ABORTED, reason)
+
+    # -- memory -----------------------------------------------------------------------------
+
+    def pin(self, name: str) -> None:
+        """Somebody reads the attempt: its segments stay."""
+        self.pins[name] += 1
+
+    def unpin(self, name: str) -> list[Effect]:
+        self.pins[name] -= 1
+        if self.pins[name] > 0:
+            return []
+        del self.pins[name]
+        attempt = self.attempts.get(name)
+        return self._let_go(attempt) if attempt is not None and attempt.state == Checkpoint.ABORTED else []
+
+    def victims(self) -> Iterator[tuple[str, bool]]:
+        """Tokens in the order in which they may be lost.
+
+        True marks what should go only if nothing else makes room: the newest durable checkpoint of a
+        run, and what failed to become durable, because its only copy is here.
+        """
+        free = [attempt for attempt in self.attempts.values() if attempt.held and not self.pins[attempt.name]]
+        ended = [attempt for attempt in free if attempt.ended]
+        durable = {a.name for a in self.attempts.values() if a.state == Checkpoint.DURABLE}
+        newest_durable: dict[str, str] = {}
+        newest_accepted: dict[str, str] = {}
+        for attempt in self.attempts.values():
+            if not attempt.ended:
+                newest_accepted[attempt.id.run] = max(attempt.name, newest_accepted.get(attempt.id.run, ""))
+            if attempt.name in durable:
+                newest_durable[attempt.id.run] = max(attempt.name, newest_durable.get(attempt.id.run, ""))
+        outrun = [
+            attempt
+            for attempt in free
+            if attempt.state == Checkpoint.ACCEPTED
+            and (
+                attempt.name < newest_durable.get(attempt.id.run, "")
+                or (not attempt.record.durable and attempt.name < newest_accepted[attempt.id.run])
+            )
+        ]
+        cached = sorted((a for a in free if a.name in durable), key=lambda a: (a.name in newest_durable.values(), a.name))
+        for attempt in (*ended, *sorted(outrun, key=lambda a: a.name), *cached):
+            precious = attempt.name == newest_durable.get(attempt.id.run) or (attempt.state == Checkpoint.FAILED and attempt.whole)
+            for token in sorted(attempt.held):
+                yield token, precious
+
+    def evicted(self, token: str) -> list[Effect]:
+        """The arena has taken the segment's memory."""
+        self.shards.pop(token, None)
+        attempt = self.holder(token)
+        if attempt is None or token not in attempt.held:
+            return []
+        attempt.held.discard(token)
+        effects: list[Effect] = [Forget(attempt.name)]
+        if attempt.state == Checkpoint.ACCEPTED:
+            effects += self._end(attempt, Checkpoint.ABORTED, "its memory was needed after a newer checkpoint had become safe")
+        elif attempt.state == Checkpoint.DURABLE and not attempt.held:
+            self._remove(attempt.name)
+        return effects
+
+    # -- questions --------------------------------------------------------------------------
+
+    def holder(self, token: str) -> Attempt | None:
+        """The attempt that binds the shard."""
+        return self.attempts.get(self.bound.get(token, ""))
+
+    def newest_of(self, checkpoint: CheckpointId, *, restorable: bool = True) -> Attempt | None:
+        candidates = [a for a in self.attempts.values() if a.id == checkpoint and (a.restorable or not restorable)]
+        return max(candidates, key=lambda attempt: attempt.name, default=None)
+
+    def latest(self, run: str) -> Attempt | None:
+        """The restorable attempt of the run that was accepted last."""
+        candidates = [attempt for attempt in self.attempts.values() if attempt.id.run == run and attempt.restorable]
+        return max(candidates, key=lambda attempt: attempt.name, default=None)
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _unbound(self, checkpoint: CheckpointId) -> list[Shard]:
+        return [s for s in self.shards.values() if s.id == checkpoint and self.holder(s.token) is None]
+
+    def _remove(self, name: str) -> None:
+        for token in self.attempts.pop(name).tokens:
+            self.bound.pop(token, None)
+
+    def _older(self, attempt: Attempt) -> Iterable[Attempt]:
+        return [a for a in self.attempts.values() if a.id == attempt.id and a.name < attempt.name]
+
+    def _drop_shard(self, token: str) -> Effect:
+        self.shards.pop(token, None)
+        return Drop(token)
+
+    def _end(self, attempt: Attempt, state: Checkpoint.State, reason: str) -> list[Effect]:
+        flushing = attempt.state == Checkpoint.ACCEPTED
+        attempt.state = state
+        attempt.reason = reason
+        effects: list[Effect] = [Forget(attempt.name)]
+        if flushing:
+            effects.append(StopFlush(attempt.name))
+        if not self.pins[attempt.name]:
+            effects += self._let_go(attempt)
+        ended = [a.name for a in self.attempts.values() if a.ended and not a.held]
+        for name in sorted(ended)[:-REMEMBERED]:
+            self._remove(name)
+        return effects
+
+    def _let_go(self, attempt: Attempt) -> list[Effect]:
+        effects = [self._drop_shard(token) for token in sorted(attempt.held)]
+        attempt.held.clear()
+        return effects

@@ -1,0 +1,78 @@
+"""The command ``ckptd``: parse, dispatch, and turn whatever goes wrong into one line and an exit status.
+
+Exit statuses: 0 done, 1 the answer is no, 2 wrong use, 3 store or daemon
+unreachable; 130 after Ctrl-C, 141 when whoever read our output went away.
+Never shows a traceback, unless ``--log-level debug`` asks for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ckptd import __version__
+from ckptd.cli import read, serve
+from ckptd.errors import CkptdError, InvalidRequest
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports wrong use as every other error is reported: in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InvalidRequest(f"{message}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit status."""
+    arguments: argparse.Namespace | None = None
+    # A key of a checkpoint may hold what the terminal's encoding cannot show.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        arguments = _parser().parse_args(argv)
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except CkptdError as error:
+        _say(str(error) or type(error).__name__)
+        _trace(arguments)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # What is still buffered has no reader either: Python must not try again when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:  # noqa: BLE001 - the last edge: a user gets a line, not a traceback
+        hint = "" if _wants_traceback(arguments) else " (this is a defect of ckptd; --log-level debug shows where)"
+        _say(f"{type(error).__name__}: {error}{hint}")
+        _trace(arguments)
+        return 1
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = _Parser(prog="ckptd", description="A checkpoint daemon for PyTorch training.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"ckptd {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    serve.add_commands(commands)
+    read.add_commands(commands)
+    return parser
+
+
+def _say(message: str) -> None:
+    print(f"ckptd: {' '.join(message.split())}", file=sys.stderr)
+
+
+def _trace(arguments: argparse.Namespace | None) -> None:
+    if _wants_traceback(arguments):
+        traceback.print_exc()
+
+
+def _wants_traceback(arguments: argparse.Namespace | None) -> bool:
+    level = getattr(arguments, "log_level", None) or os.environ.get("CKPTD_LOG_LEVEL") or ""
+    return str(level).lower() == "debug"

@@ -1,0 +1,198 @@
+"""The daemon: puts the rooms together, recovers, serves, drains.
+
+Promises: one daemon per socket and per shm-dir; `ready ADDRESS STORE` is printed when calls
+are taken; SIGTERM and SIGINT end it in order within the grace, and what is accepted and not
+durable stays in memory for the next start; a bug in a background task ends it loudly, and
+that memory stays as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+
+from ckptd import __version__, errors
+from ckptd.codec import parse
+from ckptd.config import Settings
+from ckptd.fetcher import Fetcher
+from ckptd.flusher import Flusher
+from ckptd.ledger import Ledger
+from ckptd.node import Node, node_name
+from ckptd.restore import Restore
+from ckptd.service import ErrorInterceptor, Service
+from ckptd.store import open_store
+from ckptd.v1 import daemon_pb2 as pb
+from ckptd.v1.daemon_pb2_grpc import add_DaemonServicer_to_server
+
+log = logging.getLogger(__name__)
+#: Niceness of the threads that compress: training goes first.
+FLUSH_NICENESS = 10
+#: How long running calls may finish at the end.
+STOP_SECONDS = 0.5
+OPTIONS = (
+    ("grpc.so_reuseport", 0),  # a second daemon on a port must fail, not share it
+    ("grpc.max_send_message_length", 4 * 1024 * 1024),
+)
+
+
+def serve(settings: Settings) -> int:
+    """Runs the daemon until a signal ends it; returns the exit status. Raises what keeps it from starting."""
+    logging.basicConfig(
+        stream=sys.stderr, level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
+    )
+    locks = [claim_socket(address) for address in settings.listen if address.startswith("unix:")]
+    try:
+        status = asyncio.run(run(settings))
+    finally:
+        for lock in locks:
+            os.close(lock)
+    if any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate()):
+        # A put that hangs in the network must not outlive the grace; nothing it could still do would be seen.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(status)
+    return status
+
+
+async def run(settings: Settings) -> int:
+    """The daemon inside its loop."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    compute = ThreadPoolExecutor(os.cpu_count() or 1, "flush", initializer=be_nice)
+    uploads = ThreadPoolExecutor(4, "upload", initializer=be_nice)
+    threads = ThreadPoolExecutor(16, "bulk")
+    store = open_store(settings.store, settings.store_options)
+    await probe(loop, threads, store.probe)
+    codec = parse(settings.codec)
+    ledger = Ledger(store)
+    flusher = Flusher(store, ledger, codec, compute, uploads)
+    node = Node(
+        shm_dir=settings.shm_dir,
+        memory=settings.memory,
+        codec=codec.name,
+        open_timeout_seconds=settings.open_timeout_seconds,
+        ledger=ledger,
+        flusher=flusher,
+        threads=threads,
+    )
+    fetcher = Fetcher(store, node.arena, threads)
+    restore = Restore(node, ledger, fetcher, threads)
+    started = time.monotonic()
+    service = Service(node, restore, store=store.url, status=lambda: describe(settings, node, restore, store.url, started))
+    node.recover()
+    server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=OPTIONS)
+    add_DaemonServicer_to_server(service, server)
+    for address in settings.listen:
+        listen(server, address)
+    await server.start()
+    print("ready", settings.listen[0], store.url, flush=True)
+    log.info("ckptd %s, node %s, store %s, memory %d bytes in %s", __version__, node.name, store.url, node.arena.budget, settings.shm_dir)
+    flushing = asyncio.create_task(node.flush_forever(), name="flush")
+    ticking = asyncio.create_task(tick(node), name="tick")
+    ending = asyncio.create_task(ended.wait(), name="signal")
+    background = (flushing, ticking)
+    try:
+        await asyncio.wait((*background, ending), return_when=asyncio.FIRST_COMPLETED)
+        for task in background:
+            if task.done():  # a bug: end loudly; a new daemon takes the memory over
+                log.critical("the daemon's %s task ended", task.get_name(), exc_info=task.exception())
+                return 70
+        log.info("shutting down, %.0f s of grace", settings.grace_seconds)
+        await node.drain(settings.grace_seconds)
+        return 0
+    finally:
+        for ended_task in (*background, ending):
+            ended_task.cancel()
+        await server.stop(STOP_SECONDS)
+        restore.close()
+        node.close()
+        for pool in (compute, uploads, threads):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+async def probe(loop: asyncio.AbstractEventLoop, threads: ThreadPoolExecutor, call: Callable[[], None]) -> None:
+    """A store that can never work is an error now; one that is away for a while must not keep memory from being served."""
+    try:
+        await loop.run_in_executor(threads, call)
+    except errors.Unavailable as exc:
+        log.warning("the store cannot be reached now, checkpoints stay in memory until it can: %s", exc)
+
+
+async def tick(node: Node) -> None:
+    while True:
+        await asyncio.sleep(1.0)
+        node.tick()
+
+
+def claim_socket(address: str) -> int:
+    """Makes the socket's directory and takes the lock beside it; gRPC itself would silently replace a live socket."""
+    path = Path(address.removeprefix("unix:")).absolute()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as exc:
+        raise errors.InvalidRequest(f"cannot listen on {address}: {exc}; choose another --listen unix:PATH") from exc
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as exc:
+        os.close(lock)
+        raise errors.InvalidRequest(f"another ckptd daemon listens on {address}: stop it, or choose another --listen") from exc
+    if path.exists() and not path.is_socket():
+        os.close(lock)
+        raise errors.InvalidRequest(f"cannot listen on {address}: a file is there that is no socket; choose another --listen")
+    with suppress(FileNotFoundError):  # of a daemon that was killed: we hold its lock
+        path.unlink()
+    return lock
+
+
+def listen(server: grpc.aio.Server, address: str) -> None:
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as exc:
+        raise errors.InvalidRequest(f"cannot listen on {address} (is the address in use?): {exc}") from exc
+    if port == 0:
+        raise errors.InvalidRequest(f"cannot listen on {address}: is the address in use?")
+
+
+def be_nice() -> None:
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), FLUSH_NICENESS)
+
+
+def describe(settings: Settings, node: Node, restore: Restore, store: str, started: float) -> pb.StatusReply:
+    """What `ckptd status` shows."""
+    attempts = node.catalog.attempts.values()
+    served = dict(restore.bytes_from)
+    served["store"] += restore.fetcher.bytes_from_store
+    return pb.StatusReply(
+        node=node.name,
+        version=__version__,
+        store=store,
+        memory=node.arena.budget,
+        used=node.arena.used,
+        segments=len(node.arena),
+        leases=len(+node.catalog.leases),
+        open_shards=sum(shard.receipt is None for shard in node.catalog.shards.values()),
+        waiting=node.arena.waiting,
+        accepted=sum(attempt.state == pb.Checkpoint.ACCEPTED for attempt in attempts),
+        failed=sum(attempt.state == pb.Checkpoint.FAILED for attempt in attempts),
+        bytes_from=served,
+        uptime_seconds=time.monotonic() - started,
+        warning=node.catalog.warning,
+        pid=os.getpid(),
+        shm_dir=str(settings.shm_dir),
+    )

@@ -1,0 +1,390 @@
+"""One node's saves: arena, catalog and flush queue held together.
+
+Events of trainers go to the catalog; the effects that come back are carried out here.
+Promises: an attempt is accepted only after its commit record is written; what is accepted
+is flushed until it is durable, superseded or hopeless; a failure is kept for whoever waits
+and told to the next save. Lives on the loop; blocking work goes to threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from ckptd import errors
+from ckptd.arena import Arena
+from ckptd.catalog import Attempt, Catalog, Drop, Effect, Forget, StopFlush, bound
+from ckptd.flusher import Flusher, Stopped
+from ckptd.ledger import Ledger
+from ckptd.model import CheckpointId
+from ckptd.segment import Segment
+from ckptd.table import parse_table, read_range
+from ckptd.v1.daemon_pb2 import Checkpoint, CommitRequest
+from ckptd.v1.manifest_pb2 import Receipt, Record, StoredShard
+
+log = logging.getLogger(__name__)
+#: Longest pause between two tries to make an attempt durable.
+BACKOFF_SECONDS = 60.0
+#: How long a first save of a run waits to learn the newest attempt that the store has.
+LEARN_SECONDS = 5.0
+
+
+class Node:
+    """What one daemon knows and does about saves."""
+
+    def __init__(
+        self,
+        *,
+        shm_dir: Path,
+        memory: int | None,
+        codec: str,
+        open_timeout_seconds: float,
+        ledger: Ledger,
+        flusher: Flusher,
+        threads: Executor,
+    ) -> None:
+        self.arena = Arena(shm_dir, memory, victims=self._victims, evicted=self._evicted)
+        self.name = node_name(shm_dir, secrets.token_hex(8))
+        self.catalog = Catalog(self.name, open_timeout_seconds=open_timeout_seconds, codec=codec)
+        self.ledger = ledger
+        self.flusher = flusher
+        self.threads = threads
+        self.draining = False
+        #: Other rooms' segments that may be lost, and who must be told: (victims, evicted).
+        self.caches: list[tuple[Callable[[], Iterable[str]], Callable[[str], None]]] = []
+        self._changed = asyncio.Event()
+        self._stops: dict[str, tuple[threading.Event, asyncio.Event]] = {}
+        self._recovered: set[str] = set()
+        self._learning: dict[str, asyncio.Task[None]] = {}
+
+    # -- start ------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Takes over what an earlier daemon had accepted; unlinks everything else."""
+        records: list[tuple[Record, bool]] = []
+        keep: dict[str, int] = {}
+        for attempt, state, data in self.arena.records():
+            try:
+                record = Record.FromString(data)
+            except DecodeError:
+                log.exception("the commit record of attempt %s cannot be read; it is dropped", attempt)
+                self.arena.drop_record(attempt)
+                continue
+            records.append((record, state == "durable"))
+            for receipt in bound(record):
+                keep[receipt.token] = receipt.nbytes + receipt.table_nbytes
+        there = self.arena.adopt(keep)
+        for record, durable in sorted(records, key=lambda found: found[0].summary.attempt):
+            name = record.summary.attempt
+            gone = [receipt.token for receipt in bound(record) if receipt.token not in there]
+            if gone and not durable:
+                log.error("checkpoint %s was accepted, but part of its memory is gone; it is dropped", record.summary.id)
+                self.arena.drop_record(name)
+                for receipt in bound(record):
+                    if receipt.token in there:
+                        self.arena.drop(receipt.token)
+                continue
+            self._apply(self.catalog.accept(record, durable=durable))
+            for token in gone:
+                self._apply(self.catalog.evicted(token))
+            if not durable:
+                self._recovered.add(name)
+                log.info("re-adopted %s (%d bytes), not durable yet", record.summary.id, record.summary.raw_bytes)
+
+    # -- calls of trainers ------------------------------------------------------------------
+
+    def lease(self, owner: str) -> None:
+        self.catalog.lease(owner)
+
+    def lease_ended(self, owner: str) -> None:
+        self._apply(self.catalog.lease_ended(owner))
+        if not self.catalog.leases[owner]:
+            self.arena.disown(owner)
+
+    async def allocate(
+        self, owner: str, checkpoint: CheckpointId, rank: int, nbytes: int, *, metadata: bool, deadline: float | None
+    ) -> Segment:
+        """A segment for one shard; see Arena.allocate. `deadline` in loop time."""
+        self._refuse_if_draining()
+        if not self.catalog.leases[owner]:
+            raise errors.LeaseLost("this process holds no lease (the daemon was restarted?): save again")
+        self._learn(checkpoint.run)
+        if not metadata:
+            self._apply(self.catalog.restarted(checkpoint, rank))
+        segment = await self.arena.allocate(nbytes, owner, metadata=metadata, deadline=deadline)
+        if not self.catalog.leases[owner]:
+            self.arena.drop(segment.token)
+            raise errors.LeaseLost("the connection to the daemon broke while this save waited for memory: save again")
+        self.catalog.opened(segment.token, checkpoint, rank, owner, metadata=metadata)
+        return segment
+
+    async def seal(self, owner: str, token: str, nbytes: int, table_nbytes: int) -> Receipt:
+        shard = self.catalog.open_shard(token, owner)
+        segment = self.arena.get(token)
+        if nbytes + table_nbytes > segment.nbytes:
+            raise errors.InvalidRequest(f"{nbytes + table_nbytes} bytes are sealed in a segment of {segment.nbytes}")
+        receipt = Receipt(node=self.catalog.node, token=token, rank=shard.rank, nbytes=nbytes, table_nbytes=table_nbytes)
+        if not shard.metadata:
+            loop = asyncio.get_running_loop()
+            encoded = await loop.run_in_executor(self.threads, read_range, segment.path, nbytes, table_nbytes)
+            table = await loop.run_in_executor(self.threads, parse_table, encoded, nbytes)
+            receipt.raw_bytes = sum(item.nbytes for item in table.items)
+            receipt.items = len(table.items)
+        self.catalog.open_shard(token, owner)  # the lease may have ended meanwhile
+        self.arena.seal(token, nbytes + table_nbytes)
+        self.catalog.sealed(token, receipt, time.monotonic())
+        return receipt
+
+    def release(self, owner: str, token: str) -> None:
+        """The owner stopped writing: the segment stays with it as a spare."""
+        self.catalog.open_shard(token, owner)
+        self.catalog.released(token)
+        self.arena.release(token, reusable=True)
+
+    async def commit(self, request: CommitRequest) -> Attempt:
+        """Binds the shards; when it returns they are accepted, whatever happens to this process."""
+        self._refuse_if_draining()
+        checkpoint = CheckpointId.parse(request.id)
+        await self._learn(checkpoint.run)
+        record = self.catalog.prepare(request, time.time_ns() // 1000)
+        name = record.summary.attempt
+        try:
+            self.arena.put_record(name, "accepted", record.SerializeToString())
+        except OSError as exc:
+            raise errors.ArenaFull(f"{checkpoint}: the commit record cannot be written: {exc}") from exc
+        self._apply(self.catalog.accept(record))
+        self._notify()
+        log.info("accepted %s: %d shards, %d bytes, attempt %s", checkpoint, len(record.shards), record.summary.raw_bytes, name)
+        return self.catalog.attempts[name]
+
+    async def wait(self, checkpoint: CheckpointId, token: str) -> Checkpoint:
+        """Returns when the attempt that holds the shard (else the newest of the id) is durable."""
+        name = ""
+        while True:
+            changed = self._changed
+            attempt = self.catalog.attempts.get(name) or self.catalog.holder(token)
+            unbound = token in self.catalog.shards and attempt is None
+            if attempt is None and not unbound:
+                attempt = self.catalog.newest_of(checkpoint, restorable=False)
+            if attempt is None and not unbound:
+                loop = asyncio.get_running_loop()
+                entry = await loop.run_in_executor(self.threads, self.ledger.find, checkpoint)
+                summary = await loop.run_in_executor(self.threads, self.ledger.summary, entry)
+                return Checkpoint(summary=summary, state=Checkpoint.DURABLE, stock=entry.attempt is None)
+            if attempt is not None:
+                name = attempt.name
+                if attempt.state == Checkpoint.DURABLE:
+                    return checkpoint_of(attempt)
+                if attempt.state == Checkpoint.FAILED:
+                    raise errors.WrongPhase(f"checkpoint {checkpoint} could not be made durable: {attempt.reason}")
+                if attempt.ended:
+                    raise errors.WrongPhase(f"checkpoint {checkpoint} will not become durable: {attempt.reason}")
+                if not attempt.record.durable:
+                    raise errors.WrongPhase(f"checkpoint {checkpoint} was saved with durable=False: it stays in memory")
+            await changed.wait()
+
+    def unpin(self, name: str) -> None:
+        """A reader of the attempt has ended."""
+        self._apply(self.catalog.unpin(name))
+
+    # -- background -------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Once a second: what nobody bound in time goes."""
+        self._apply(self.catalog.expire(time.monotonic()))
+
+    async def flush_forever(self) -> None:
+        """Makes accepted attempts durable, oldest first."""
+        while True:
+            changed = self._changed
+            attempt = self.catalog.to_flush()
+            if attempt is None:
+                await changed.wait()
+            else:
+                await self._flush(attempt)
+                self._notify()
+
+    @property
+    def flushing(self) -> bool:
+        """Something accepted is still on its way to the store."""
+        return self.catalog.to_flush() is not None or bool(self._stops)
+
+    async def drain(self, grace_seconds: float) -> None:
+        """Accepts nothing new; returns when all is durable or the grace is over. Then flushes are told to stop."""
+        self.draining = True
+        self._notify()
+        deadline = time.monotonic() + grace_seconds
+        while self.flushing and time.monotonic() < deadline:
+            changed = self._changed
+            try:
+                await asyncio.wait_for(changed.wait(), deadline - time.monotonic())
+            except TimeoutError:
+                break
+        for name in list(self._stops):
+            self._stop(name)
+
+    def close(self) -> None:
+        """Unlinks everything but what is accepted and not durable: that waits for the next daemon."""
+        kept = {
+            token
+            for attempt in self.catalog.attempts.values()
+            if attempt.state in (Checkpoint.ACCEPTED, Checkpoint.FAILED) and attempt.whole
+            for token in attempt.tokens
+        }
+        for attempt in self.catalog.attempts.values():
+            if not kept.issuperset(attempt.tokens):
+                self.arena.drop_record(attempt.name)
+        for token in [token for token in self.catalog.shards if token not in kept]:
+            self.arena.drop(token)
+        self.arena.close()
+
+    async def _flush(self, attempt: Attempt) -> None:
+        name, checkpoint = attempt.name, attempt.id
+        stops = self._stops[name] = threading.Event(), asyncio.Event()
+        self.catalog.pin(name)
+        paths = {token: self.arena.get(token).path for token in attempt.tokens}
+        done: dict[str, StoredShard] = {}
+        tries = 0
+        started = time.monotonic()
+        loop = asyncio.get_running_loop()
+        try:
+            while not stops[0].is_set():
+                try:
+                    stored = await loop.run_in_executor(self.threads, self._flush_once, attempt, paths, done, stops[0])
+                except Stopped:
+                    return
+                except (errors.Unavailable, errors.NotFound, errors.Corrupt) as exc:
+                    if not isinstance(exc, errors.Unavailable):
+                        done.clear()  # a file that was put is not there any more, or not whole: put all again
+                    tries += 1
+                    pause = random.uniform(0.5, 1.0) * min(BACKOFF_SECONDS, 0.25 * 2.0**tries)
+                    log.warning("flush of %s failed, try %d, again in %.1f s: %s", checkpoint, tries, pause, exc)
+                    self.catalog.warning = f"checkpoint {checkpoint} is not durable yet, {tries} tries failed: {exc}"
+                    try:
+                        await asyncio.wait_for(stops[1].wait(), pause)
+                    except TimeoutError:
+                        continue
+                    return
+                except errors.WrongPhase as exc:
+                    log.warning("flush of %s ended: %s", checkpoint, exc)
+                    self._apply(self.catalog.aborted(name, str(exc)))
+                    return
+                except errors.CkptdError as exc:
+                    log.error("checkpoint %s cannot be made durable: %s", checkpoint, exc)  # noqa: TRY400 - the message says all
+                    self.catalog.failed(name, str(exc))
+                    return
+                except Exception as exc:
+                    log.exception("checkpoint %s cannot be made durable", checkpoint)
+                    self.catalog.failed(name, f"{type(exc).__name__}: {exc}")
+                    return
+                self._durable(attempt, stored, time.monotonic() - started)
+                return
+        finally:
+            del self._stops[name]
+            self._apply(self.catalog.unpin(name))
+
+    def _flush_once(self, attempt: Attempt, paths: dict[str, Path], done: dict[str, StoredShard], stop: threading.Event) -> int:
+        """In a thread: one try. Returns the stored bytes."""
+        if attempt.name in self._recovered:  # the daemon may have died between .metadata and its note of it
+            try:
+                entry = self.ledger.find(attempt.id)
+                if entry.attempt == attempt.name:
+                    return self.ledger.summary(entry).stored_bytes
+            except errors.NotFound:
+                pass
+        return self.flusher.flush(attempt.record, paths, done, stop).summary.stored_bytes
+
+    def _durable(self, attempt: Attempt, stored_bytes: int, seconds: float) -> None:
+        effects = self.catalog.flushed(attempt.name, stored_bytes)
+        if attempt.state == Checkpoint.DURABLE:
+            self.arena.move_record(attempt.name, "accepted", "durable")
+        log.info(
+            "durable %s: %d bytes stored of %d, %.2f s", attempt.id, stored_bytes, attempt.record.summary.raw_bytes, seconds
+        )
+        self._apply(effects)
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _refuse_if_draining(self) -> None:
+        if self.draining:
+            raise errors.Unavailable("the daemon is shutting down and takes no new saves: retry when it is back")
+
+    def _learn(self, run: str) -> asyncio.Task[None]:
+        """Learns the run's newest attempt from the store, once: a clock that went back must not make saves look old."""
+        if run not in self._learning:
+            self._learning[run] = asyncio.get_running_loop().create_task(self._ask_newest(run))
+        return self._learning[run]
+
+    async def _ask_newest(self, run: str) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            asked = loop.run_in_executor(self.threads, self.ledger.latest, run)
+            entry = await asyncio.wait_for(asyncio.shield(asked), LEARN_SECONDS)
+        except errors.NotFound:
+            return
+        except (errors.CkptdError, TimeoutError) as exc:
+            log.warning("the newest checkpoint of run %r in the store is not known: %s", run, str(exc) or "the store is slow")
+            self._learning.pop(run, None)
+            return
+        if entry.attempt is not None:
+            self.catalog.learn(run, entry.attempt)
+
+    def _apply(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Drop(token):
+                    self.arena.drop(token)
+                case Forget(attempt):
+                    self.arena.drop_record(attempt)
+                case StopFlush(attempt):
+                    self._stop(attempt)
+        self.arena.poke()
+        self._notify()
+
+    def _stop(self, name: str) -> None:
+        if name in self._stops:
+            in_thread, on_loop = self._stops[name]
+            in_thread.set()
+            on_loop.set()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _victims(self) -> list[tuple[str, bool]]:
+        own = list(self.catalog.victims())
+        cached = [(token, False) for victims, _ in self.caches for token in victims()]
+        return [v for v in own if not v[1]] + cached + [v for v in own if v[1]]
+
+    def _evicted(self, token: str) -> None:
+        for _, evicted in self.caches:
+            evicted(token)
+        # Later, because the arena is in the middle of making room.
+        asyncio.get_running_loop().call_soon(self._apply, self.catalog.evicted(token))
+
+
+def checkpoint_of(attempt: Attempt) -> Checkpoint:
+    """An attempt as the wire shows it."""
+    return Checkpoint(summary=attempt.record.summary, state=attempt.state, reason=attempt.reason)
+
+
+def node_name(shm_dir: Path, fresh: str) -> str:
+    """The daemon's random id: kept beside its memory, because receipts name it."""
+    path = shm_dir / "node"
+    try:
+        return path.read_text(encoding="ascii").strip() or fresh
+    except FileNotFoundError:
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(fresh, encoding="ascii")
+        temporary.rename(path)
+        return fresh

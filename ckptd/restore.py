@@ -1,0 +1,337 @@
+"""One node's loads: which attempt is meant, and where its bytes come from.
+
+The store's last name is the truth about what is durable; memory adds what is accepted and
+serves what it holds. Promises: a store that cannot be listed is an error, never "no
+checkpoint"; what a reader was given stays as it is until it says `copied`; every reader of an
+attempt sees that attempt and no other. Lives on the loop; never writes to the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+from ckptd import errors
+from ckptd.catalog import Attempt
+from ckptd.fetcher import Cached, Fetcher, StoredBlock
+from ckptd.ledger import Entry, Ledger, metadata_key
+from ckptd.model import CheckpointId
+from ckptd.node import Node, checkpoint_of
+from ckptd.segment import Segment
+from ckptd.table import read_range, read_table
+from ckptd.v1.daemon_pb2 import Checkpoint
+from ckptd.v1.manifest_pb2 import Manifest, Summary, Tables
+
+T = TypeVar("T")
+R = TypeVar("R")
+#: Manifests and summaries kept: they never change, an attempt's name is theirs for good.
+REMEMBERED_MANIFESTS = 4
+REMEMBERED_SUMMARIES = 10_000
+
+
+@dataclass(slots=True)
+class Index:
+    """What a reader needs to know first, in a segment: the client's metadata pickle, then the Tables."""
+
+    segment: Segment
+    metadata_nbytes: int
+    tables_nbytes: int
+    readers: int = 0
+
+
+@dataclass(slots=True)
+class Source:
+    """One reader's hold on one attempt. `close` it."""
+
+    restore: Restore
+    checkpoint: Checkpoint
+    attempt: Attempt | None
+    index: Index
+    contents: Manifest | None = None
+    held: list[tuple[Cached, list[StoredBlock]]] = field(default_factory=list)
+
+    async def want(self, shard: int, items: Sequence[int], starts: Sequence[int], ends: Sequence[int], deadline: float | None) -> Segment:
+        """The shard's segment, with the ranges present and kept until `copied`."""
+        restore = self.restore
+        if self.attempt is not None and shard < len(self.attempt.record.shards):
+            token = self.attempt.record.shards[shard].token
+            if token in self.attempt.held:
+                restore.bytes_from["memory"] += sum(ends) - sum(starts)
+                return restore.node.arena.get(token)
+        if self.contents is None:
+            self.contents = await restore.manifest(CheckpointId.parse(self.checkpoint.summary.id), self.checkpoint.summary.attempt)
+        if shard >= len(self.contents.shards):
+            raise errors.InvalidRequest(f"{self.checkpoint.summary.id} has {len(self.contents.shards)} shards, not {shard + 1}")
+        cached = restore.fetcher.open(self.contents, shard)
+        blocks = cached.find(items, starts, ends)
+        restore.bytes_from["memory"] += sum(block.nbytes for block in blocks if block.key in cached.blocks)
+        await restore.fetcher.present(cached, blocks, deadline)
+        self.held.append((cached, blocks))
+        return cached.segment
+
+    def copied(self) -> None:
+        """The reader has copied what it was given."""
+        for cached, blocks in self.held:
+            self.restore.fetcher.release(cached, blocks)
+        self.held.clear()
+
+    def close(self) -> None:
+        self.copied()
+        self.index.readers -= 1
+        if self.attempt is not None:
+            self.restore.node.unpin(self.attempt.name)
+        self.restore.node.arena.poke()
+
+
+class Restore:
+    """What one daemon knows and does about loads."""
+
+    def __init__(self, node: Node, ledger: Ledger, fetcher: Fetcher, threads: Executor) -> None:
+        self.node = node
+        self.ledger = ledger
+        self.fetcher = fetcher
+        self.threads = threads
+        self.bytes_from: Counter[str] = Counter(memory=0, peer=0, store=0)
+        self._manifests: dict[str, asyncio.Task[Manifest]] = {}
+        self._indexes: dict[str, asyncio.Task[Index]] = {}
+        self._summaries: dict[tuple[str, str], Summary] = {}
+        self._asking: dict[tuple[str, object], asyncio.Task[object]] = {}
+        self._next: dict[tuple[str, object], asyncio.Task[object]] = {}
+        node.caches.append((fetcher.victims, fetcher.evicted))
+        node.caches.append((self._idle_indexes, self._index_evicted))
+
+    # -- which ------------------------------------------------------------------------------
+
+    async def resolve(self, target: CheckpointId | str) -> Checkpoint:
+        """The attempt that an id, or the newest of a run (given by its name), means now."""
+        if isinstance(target, CheckpointId):
+            try:
+                entry = await self._ask("find", target, self.ledger.find)
+            except errors.NotFound:
+                entry = None
+            except errors.Unavailable:
+                attempt = self.node.catalog.newest_of(target)
+                if attempt is None or not attempt.whole:
+                    raise
+                return checkpoint_of(attempt)  # all of it is here; the store is not needed
+            attempt = self.node.catalog.newest_of(target)
+        else:
+            try:
+                entry = await self._ask("latest", target, self.ledger.latest)
+            except errors.NotFound:
+                entry = None
+            except errors.Unavailable as exc:
+                here = self.node.catalog.latest(target)
+                hint = f"; memory holds {here.id}: load it by its id if you know that it is the newest" if here is not None else ""
+                raise errors.Unavailable(f"the newest checkpoint is not known while the store cannot be read: {exc}{hint}") from exc
+            attempt = self._newest_not_durable(target, entry)
+        if attempt is not None and attempt.state == Checkpoint.DURABLE:
+            attempt = None  # the store decides what is durable; memory may hold what was deleted there
+        if attempt is not None and (entry is None or attempt.name > order(entry)):
+            return checkpoint_of(attempt)
+        if entry is None:
+            what = f"no checkpoint {target}" if isinstance(target, CheckpointId) else f"no checkpoint in run {target!r}" if target else "no checkpoint"
+            raise errors.NotFound(f"{what} in {self.fetcher.store.url} or in memory")
+        return await self._readable(entry)
+
+    async def checkpoints(self, run: str | None) -> list[Checkpoint]:
+        """One per id, by run, step and name: the newest restorable attempt, or why there is none."""
+        entries = await self._ask("entries", run, self.ledger.entries)
+        incomplete = await self._ask("incomplete", None, lambda _: self.ledger.incomplete())
+        lines = {entry.id: line for entry, line in zip(entries, await self._durable(entries), strict=True)}
+        orders = {entry.id: order(entry) for entry in entries}
+        for attempt in sorted(self.node.catalog.attempts.values(), key=lambda a: (a.restorable, a.name)):
+            wanted = run is None or attempt.id.run == run
+            shown = attempt.restorable or (attempt.ended and attempt.state != Checkpoint.ABORTED and attempt.id not in lines)
+            if wanted and shown and attempt.state != Checkpoint.DURABLE and attempt.name > orders.get(attempt.id, ""):
+                lines[attempt.id] = checkpoint_of(attempt)
+        for checkpoint, reason in incomplete:
+            if checkpoint not in lines and (run is None or checkpoint.run == run):
+                lines[checkpoint] = Checkpoint(summary=Summary(id=str(checkpoint)), state=Checkpoint.INCOMPLETE, reason=reason)
+        ordered = [lines[checkpoint] for checkpoint in sorted(lines, key=lambda c: (c.run, c.step is not None, c.step or 0, c.name))]
+        mark_abandoned(ordered)
+        return ordered
+
+    # -- reading ----------------------------------------------------------------------------
+
+    async def open(self, checkpoint: CheckpointId, name: str) -> Source:
+        """Takes hold of the attempt: from memory if any of it is here, else from the store."""
+        attempt = self.node.catalog.attempts.get(name)
+        if attempt is not None and (not attempt.held or attempt.state == Checkpoint.ABORTED):
+            attempt = None
+        if attempt is not None:
+            self.node.catalog.pin(name)
+        try:
+            if attempt is not None:
+                line = checkpoint_of(attempt)
+            else:
+                entry = await self._ask("find", checkpoint, self.ledger.find)
+                if entry.attempt != name:
+                    raise errors.NotFound(f"{checkpoint} was replaced or deleted since it was resolved: retry the load")
+                line = await self._readable(entry)
+            index = await self._index(checkpoint, name, attempt)
+        except BaseException:
+            if attempt is not None:
+                self.node.unpin(name)
+            raise
+        return Source(self, line, attempt, index)
+
+    async def manifest(self, checkpoint: CheckpointId, name: str) -> Manifest:
+        """What the attempt consists of in the store."""
+        if name not in self._manifests or failed(self._manifests[name]):
+            self._manifests[name] = asyncio.create_task(self._read_manifest(checkpoint, name))
+            for old in list(self._manifests)[:-REMEMBERED_MANIFESTS]:
+                if self._manifests[old].done():
+                    del self._manifests[old]
+        return await asyncio.shield(self._manifests[name])
+
+    async def files(self, line: Checkpoint) -> list[str]:
+        """Names of the data files of a durable checkpoint; none if it is only in memory."""
+        if line.state != Checkpoint.DURABLE:
+            return []
+        contents = await self.manifest(CheckpointId.parse(line.summary.id), line.summary.attempt)
+        return [shard.file for shard in contents.shards if shard.file]
+
+    async def stock(self, checkpoint: CheckpointId) -> bytes:
+        """The `.metadata` of a checkpoint that DCP itself wrote."""
+        return await self._run(self.fetcher.store.get, metadata_key(checkpoint))
+
+    async def _read_manifest(self, checkpoint: CheckpointId, name: str) -> Manifest:
+        entry = await self._ask("find", checkpoint, self.ledger.find)
+        if entry.attempt != name:
+            raise errors.NotFound(f"{checkpoint} was replaced or deleted since it was resolved: retry the load")
+        return await self._run(self.ledger.manifest, entry)
+
+    def close(self) -> None:
+        """Gives the index segments back."""
+        for task in self._indexes.values():
+            if task.done() and not failed(task):
+                self.node.arena.drop(task.result().segment.token)
+
+    # -- inside -----------------------------------------------------------------------------
+
+    async def _index(self, checkpoint: CheckpointId, name: str, attempt: Attempt | None) -> Index:
+        if name not in self._indexes or failed(self._indexes[name]):
+            self._indexes[name] = asyncio.create_task(self._make_index(checkpoint, name, attempt))
+        index = await asyncio.shield(self._indexes[name])
+        index.readers += 1
+        return index
+
+    async def _make_index(self, checkpoint: CheckpointId, name: str, attempt: Attempt | None) -> Index:
+        if attempt is not None and attempt.whole:
+            arena, record = self.node.arena, attempt.record
+            paths = [arena.get(receipt.token).path for receipt in record.shards]
+
+            def from_memory() -> tuple[bytes, bytes]:
+                tables = Tables(shards=[read_table(path, receipt) for path, receipt in zip(paths, record.shards, strict=True)])
+                return read_range(arena.get(record.metadata.token).path, 0, record.metadata.nbytes), tables.SerializeToString()
+
+            pickle, tables = await self._run(from_memory)
+        else:
+            contents = await self.manifest(checkpoint, name)
+            entry = await self._ask("find", checkpoint, self.ledger.find)
+            pickle = await self._run(self.ledger.metadata_pickle, entry, contents)
+            tables = Tables(shards=[shard.table for shard in contents.shards]).SerializeToString()
+        deadline = asyncio.get_running_loop().time() + 30.0
+        segment = await self.node.arena.allocate(len(pickle) + len(tables), "", metadata=True, deadline=deadline)
+        with open(segment.path, "r+b", buffering=0) as file:
+            for at, data in ((0, pickle), (len(pickle), tables)):
+                view, written = memoryview(data), 0
+                while written < len(view):
+                    written += os.pwrite(file.fileno(), view[written:], at + written)
+        self.node.arena.seal(segment.token, len(pickle) + len(tables))
+        return Index(self.node.arena.get(segment.token), len(pickle), len(tables))
+
+    def _idle_indexes(self) -> list[str]:
+        made = [task.result() for task in self._indexes.values() if task.done() and not failed(task)]
+        return [index.segment.token for index in made if index.readers == 0]
+
+    def _index_evicted(self, token: str) -> None:
+        for name, task in list(self._indexes.items()):
+            if task.done() and not failed(task) and task.result().segment.token == token:
+                del self._indexes[name]
+
+    def _newest_not_durable(self, run: str, entry: Entry | None) -> Attempt | None:
+        candidates = [a for a in self.node.catalog.attempts.values() if a.id.run == run and a.restorable and a.state != Checkpoint.DURABLE]
+        return max(candidates, key=lambda attempt: attempt.name, default=None)
+
+    async def _readable(self, entry: Entry) -> Checkpoint:
+        """One durable checkpoint. Raises Corrupt if not even its summary can be read."""
+        line = (await self._durable([entry]))[0]
+        if line.state != Checkpoint.DURABLE:
+            raise errors.Corrupt(line.reason)
+        return line
+
+    async def _durable(self, entries: Sequence[Entry]) -> list[Checkpoint]:
+        """What the store knows of each; one that is damaged is incomplete, with the reason."""
+        unknown = [entry for entry in entries if entry.save_id is None or (str(entry.id), entry.save_id) not in self._summaries]
+        found = await self._run(self.ledger.summaries, unknown) if unknown else []
+        fresh = dict(zip([entry.id for entry in unknown], found, strict=True))
+        lines = []
+        for entry in entries:
+            key = (str(entry.id), entry.save_id or "")
+            summary = fresh.get(entry.id) or self._summaries[key]
+            if isinstance(summary, errors.Corrupt):
+                lines.append(Checkpoint(summary=Summary(id=str(entry.id)), state=Checkpoint.INCOMPLETE, reason=str(summary)))
+                continue
+            if entry.save_id is not None and len(self._summaries) < REMEMBERED_SUMMARIES:
+                self._summaries[key] = summary
+            lines.append(Checkpoint(summary=summary, state=Checkpoint.DURABLE, stock=entry.attempt is None))
+        return lines
+
+    async def _ask(self, what: str, argument: T, call: Callable[[T], R]) -> R:
+        """Ranks that ask the store the same together share one answer, always one whose question came after theirs."""
+        key = (what, argument)
+        task = self._next.get(key)
+        if task is None:
+            before = self._asking.get(key)
+            task = asyncio.create_task(self._ask_after(key, before, call, argument))
+            if before is None:
+                self._asking[key] = task
+            else:
+                self._next[key] = task
+        return cast(R, await asyncio.shield(task))
+
+    async def _ask_after(self, key: tuple[str, object], before: asyncio.Task[object] | None, call: Callable[[T], R], argument: T) -> R:
+        task = asyncio.current_task()
+        if before is not None:
+            await asyncio.wait([before])
+            self._next.pop(key, None)
+            self._asking[key] = cast("asyncio.Task[object]", task)
+        try:
+            return await self._run(call, argument)
+        finally:
+            if self._asking.get(key) is task:
+                del self._asking[key]
+
+    async def _run(self, call: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.threads, call, *arguments)
+
+
+def failed(task: asyncio.Task[T]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+def order(entry: Entry) -> str:
+    """Where a durable checkpoint stands in time, as text that sorts with attempt tokens."""
+    return entry.attempt if entry.attempt is not None else f"{entry.accepted_us:016x}"
+
+
+def mark_abandoned(lines: Sequence[Checkpoint]) -> None:
+    """Marks checkpoints of a branch that a rollback left: one of the run with no higher step was accepted later."""
+    stepped = []
+    for line in lines:
+        checkpoint = CheckpointId.parse(line.summary.id)
+        step = line.summary.step if line.summary.HasField("step") else checkpoint.step
+        if step is not None and line.summary.attempt:
+            stepped.append((checkpoint.run, step, line.summary.attempt, line))
+    newest = ("", "")  # run, and the newest attempt at lower steps of it
+    for run, _, attempt, line in sorted(stepped, key=lambda found: found[:3]):
+        before = newest[1] if newest[0] == run else ""
+        line.abandoned = before > attempt
+        newest = run, max(before, attempt)

@@ -1,0 +1,219 @@
+"""gRPC in and out: translates calls into the node's and the restore's, and errors into statuses.
+
+Decides nothing. One interceptor turns every error into its status, with the kind's name in
+the trailing metadata, so that the client can raise the same class again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from ckptd import __version__, contents, errors
+from ckptd.metadata import read as read_metadata
+from ckptd.model import CheckpointId, parse_run, parse_target
+from ckptd.node import Node, checkpoint_of
+from ckptd.restore import Restore
+from ckptd.segment import Segment
+from ckptd.table import read_range
+from ckptd.v1 import daemon_pb2 as pb
+from ckptd.v1.daemon_pb2_grpc import DaemonServicer
+from ckptd.v1.manifest_pb2 import Receipt, Tables
+
+log = logging.getLogger(__name__)
+#: Trailing metadata key that carries the kind of an error.
+KIND_KEY = "ckptd-kind"
+#: An Allocate is answered this long before the caller's deadline, so that it learns why.
+ANSWER_BEFORE_SECONDS = 0.5
+#: Headers have bounds of their own; a longer message would replace itself by a protocol error.
+LONGEST_MESSAGE = 4_000
+#: Messages stay far below gRPC's 4 MiB.
+TENSORS_PER_REPLY = 2_000
+#: A want waits this long for memory.
+WANT_SECONDS = 120.0
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Service(DaemonServicer):
+    """The calls of ckptd.v1.Daemon."""
+
+    def __init__(self, node: Node, restore: Restore, *, store: str, status: Callable[[], pb.StatusReply]) -> None:
+        self.node = node
+        self.restore = restore
+        self.store = store
+        self.status = status
+
+    async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloReply:
+        return pb.HelloReply(
+            node=self.node.catalog.node,
+            version=__version__,
+            store=self.store,
+            memory=self.node.arena.budget,
+            warning=self.node.catalog.warning,
+        )
+
+    async def Lease(self, request: pb.LeaseRequest, context: Context) -> AsyncIterator[pb.LeaseEvent]:
+        if not request.owner:
+            raise errors.InvalidRequest("a lease names its owner")
+        self.node.lease(request.owner)
+        try:
+            yield pb.LeaseEvent(node=self.node.catalog.node)
+            await asyncio.Event().wait()  # until the caller hangs up or dies: then this is cancelled
+        finally:
+            self.node.lease_ended(request.owner)
+
+    async def Allocate(self, request: pb.AllocateRequest, context: Context) -> pb.Segment:
+        arena = self.node.arena
+        remaining = context.time_remaining()
+        deadline = None
+        if remaining is not None:
+            deadline = asyncio.get_running_loop().time() + max(0.0, remaining - ANSWER_BEFORE_SECONDS)
+        segment = await self.node.allocate(
+            request.owner,
+            CheckpointId.parse(request.id),
+            request.rank,
+            request.nbytes,
+            metadata=request.kind == pb.AllocateRequest.METADATA,
+            deadline=deadline,
+        )
+        reply = describe(segment)
+        reply.keep.extend(arena.owned(request.owner))
+        if request.nbytes > arena.budget // 2:
+            reply.warning = (
+                f"the shard of rank {request.rank} takes {request.nbytes / 2**20:.0f} MiB of the daemon's {arena.budget / 2**20:.0f} MiB: "
+                "the next save has to wait until this one is durable; a budget of at least twice a save avoids that (`ckptd serve --memory`)"
+            )
+        return reply
+
+    async def Seal(self, request: pb.SealRequest, context: Context) -> Receipt:
+        return await self.node.seal(request.owner, request.token, request.nbytes, request.table_nbytes)
+
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
+        self.node.release(request.owner, request.token)
+        return pb.ReleaseReply()
+
+    async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.Checkpoint:
+        # A task of its own: a caller that goes away must not leave half a commit.
+        return checkpoint_of(await asyncio.shield(asyncio.create_task(self.node.commit(request))))
+
+    async def Wait(self, request: pb.WaitRequest, context: Context) -> pb.Checkpoint:
+        return await self.node.wait(CheckpointId.parse(request.id), request.token)
+
+    async def Resolve(self, request: pb.ResolveRequest, context: Context) -> pb.Checkpoint:
+        return await self.restore.resolve(parse_target(request.id))
+
+    async def Load(self, requests: AsyncIterator[pb.LoadRequest], context: Context) -> AsyncIterator[pb.LoadReply]:
+        source = None
+        try:
+            async for request in requests:
+                step = request.WhichOneof("step")
+                if source is None:
+                    if step != "open":
+                        raise errors.InvalidRequest("a load begins with `open`")
+                    source = await self.restore.open(CheckpointId.parse(request.open.id), request.open.attempt)
+                    index = source.index
+                    opened = pb.LoadReply.Opened(
+                        index=describe(index.segment),
+                        metadata_nbytes=index.metadata_nbytes,
+                        tables_nbytes=index.tables_nbytes,
+                        checkpoint=source.checkpoint,
+                    )
+                    yield pb.LoadReply(opened=opened)
+                elif step == "want":
+                    want = request.want
+                    deadline = asyncio.get_running_loop().time() + WANT_SECONDS
+                    segment = await source.want(want.shard, want.items, want.starts, want.ends, deadline)
+                    yield pb.LoadReply(present=pb.LoadReply.Present(segment=describe(segment)))
+                elif step == "copied":
+                    source.copied()
+                    yield pb.LoadReply()
+                else:
+                    raise errors.InvalidRequest("a load opens one checkpoint, once")
+        finally:
+            if source is not None:
+                source.close()
+
+    async def List(self, request: pb.ListRequest, context: Context) -> AsyncIterator[pb.Checkpoint]:
+        run = parse_run(request.run) if request.HasField("run") else None
+        for line in await self.restore.checkpoints(run):
+            yield line
+
+    async def Show(self, request: pb.ShowRequest, context: Context) -> AsyncIterator[pb.ShowReply]:
+        line = await self.restore.resolve(parse_target(request.id))
+        checkpoint = CheckpointId.parse(line.summary.id)
+        tables = Tables()
+        if line.stock:
+            pickle = await self.restore.stock(checkpoint)
+        else:
+            source = await self.restore.open(checkpoint, line.summary.attempt)
+            try:
+                path, nbytes = source.index.segment.path, source.index.metadata_nbytes
+                pickle = await asyncio.to_thread(read_range, path, 0, nbytes)
+                tables = Tables.FromString(await asyncio.to_thread(read_range, path, nbytes, source.index.tables_nbytes))
+            finally:
+                source.close()
+        found = await asyncio.to_thread(read_metadata, pickle)
+        files = contents.files(found) if line.stock else await self.restore.files(line)
+        tensors = await asyncio.to_thread(contents.lines, found, tables.shards)
+        yield pb.ShowReply(checkpoint=line, files=files)
+        for start in range(0, len(tensors), TENSORS_PER_REPLY):
+            yield pb.ShowReply(tensors=tensors[start : start + TENSORS_PER_REPLY])
+
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
+        return self.status()
+
+
+def describe(segment: Segment) -> pb.Segment:
+    return pb.Segment(token=segment.token, path=str(segment.path), inode=segment.inode, nbytes=segment.nbytes)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs
+    """Turns what a call raises into its gRPC status."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        if handler.response_streaming:
+            stream = handler.stream_stream or handler.unary_stream
+
+            async def streaming(request: Any, context: Context) -> AsyncIterator[Any]:
+                try:
+                    async for reply in stream(request, context):
+                        yield reply
+                except Exception as exc:
+                    await refuse(context, exc, method)
+
+            make: Any = grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
+            return make(streaming, handler.request_deserializer, handler.response_serializer)
+
+        async def unary(request: Any, context: Context) -> Any:
+            try:
+                return await handler.unary_unary(request, context)
+            except Exception as exc:
+                await refuse(context, exc, method)
+
+        return grpc.unary_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)
+
+
+async def refuse(context: Context, exc: Exception, method: str) -> None:
+    """Ends the call with the status of `exc`."""
+    if isinstance(exc, grpc.aio.AbortError):
+        raise exc
+    if isinstance(exc, errors.CkptdError):
+        for kind in type(exc).__mro__:
+            if kind.__name__ in errors.TABLE:
+                status = getattr(grpc.StatusCode, exc.status)
+                await context.abort(status, str(exc)[:LONGEST_MESSAGE], trailing_metadata=((KIND_KEY, kind.__name__),))
+    log.error("%s failed", method, exc_info=exc)
+    await context.abort(grpc.StatusCode.INTERNAL, f"the daemon failed on {method}: {type(exc).__name__}: {exc} (its log has more)")

@@ -1,0 +1,281 @@
+"""DCP's StorageReader that loads through the daemon. It translates; it decides nothing.
+
+Every rank resolves the id; the attempt rides in DCP's plans, and a mixture is refused.
+What is read is addressed by (attempt, item, byte range), from memory or from the store,
+wherever the daemon finds it.
+
+Promises: nothing of a checkpoint but its plain objects is unpickled with more than
+``weights_only`` (objects are DCP's planner's, which unpickles them in full); only what
+the plan needs is asked for; a target is handed back to the planner only after the
+daemon has confirmed that its bytes did not change under the copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import io
+import operator
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ckptd.errors import CkptdError, Corrupt, InvalidRequest, WrongPhase
+from ckptd.v1 import daemon_pb2, manifest_pb2
+from ckptd_client import metadata as pickles
+from ckptd_client import plans
+from ckptd_client.channel import connect
+from ckptd_client.names import checked_target
+from ckptd_client.stream import LoadStream
+from ckptd_client.transfer import copy_bits, fqn_bytes, is_plain
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+
+    from ckptd_client.mapping import Mapping
+
+
+class _Unread(Metadata):
+    """Stands for metadata that could not be read: raises why, to whoever looks.
+
+    DCP catches what ``read_metadata`` raises, logs it as a missing file and raises an
+    AssertionError; this way every rank gets the error itself.
+    """
+
+    def __init__(self, error: CkptdError) -> None:
+        self.error = error
+
+    def _raise(self) -> NoReturn:
+        raise self.error
+
+    state_dict_metadata = planner_data = property(_raise)
+
+
+class DaemonStorageReader(StorageReader):
+    """Loads through the ckptd daemon of this node; for ``dcp.load``.
+
+    checkpoint_id: an id, ``latest`` or ``<run>/latest``; DCP's own argument overrides it.
+    address: ``unix:/path`` or ``HOST:PORT``; default ``CKPTD_ADDRESS``, then the node's own daemon.
+    fallback: True lets the daemon go back to an older checkpoint if this one is damaged.
+
+    Every error is one of ``ckptd.errors``, inside the CheckpointException that DCP raises on all ranks.
+    """
+
+    def __init__(
+        self, checkpoint_id: str | os.PathLike[str] | None = None, *, address: str | None = None, fallback: bool = False
+    ) -> None:
+        super().__init__()
+        self._checkpoint_id = checkpoint_id
+        self._address = address
+        self._fallback = fallback
+        self._forget()
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The id to load, as it was given."""
+        return cast("str | os.PathLike[str]", self._checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is an id, ``latest`` or ``<run>/latest``."""
+        try:
+            checked_target(checkpoint_id)
+        except CkptdError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new load begins. Never raises: DCP would leave the other ranks waiting."""
+        if checkpoint_id is not None:
+            self._checkpoint_id = checkpoint_id
+        self._forget()
+
+    def read_metadata(self) -> Metadata:  # with **kwargs DCP would try again and hide the first error
+        """Finds the checkpoint and reads what it consists of; its ``storage_meta.checkpoint_id`` is the id that was found.
+
+        Raises NotFound if there is none, Unavailable if it cannot be told.
+        """
+        try:
+            return self._read_metadata()
+        except CkptdError as error:
+            frame = inspect.currentframe()
+            caller = frame.f_back.f_globals.get("__name__", "") if frame and frame.f_back else ""
+            if caller.startswith("torch.distributed.checkpoint."):
+                return _Unread(error)
+            raise
+
+    def _read_metadata(self) -> Metadata:
+        self._forget()
+        target = checked_target(self._checkpoint_id)
+        daemon = connect(self._address)
+        self._limit = plans.batch_limit(daemon.hello().memory)
+        found = daemon.resolve(daemon_pb2.ResolveRequest(id=target, fallback=self._fallback))
+        checkpoint_id, attempt = found.summary.id, found.summary.attempt
+        if found.stock:
+            raise WrongPhase(
+                f"{checkpoint_id!r} was written by DCP itself, not through ckptd: load it with "
+                "torch.distributed.checkpoint.FileSystemReader on its directory in the store"
+            )
+        with LoadStream(daemon, checkpoint_id, attempt) as stream:
+            pickled, tables = stream.index(stream.open())
+        metadata = pickles.load(pickled, checkpoint_id)
+        metadata.storage_meta = StorageMeta(checkpoint_id=checkpoint_id, load_id=attempt)
+        self._tables = tables
+        for shard, table in enumerate(tables.shards):
+            for number, item in enumerate(table.items):
+                self._places[item.fqn, tuple(item.offset) if item.has_offset else None] = plans.Place(shard, number, item)
+        self._source = (checkpoint_id, attempt)
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - DCP's signature
+        """Raises what `read_metadata` could not."""
+        if isinstance(metadata, _Unread):
+            raise metadata.error
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Says which attempt this rank has resolved."""
+        return dataclasses.replace(plan, storage_data=self._source)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Refuses ranks that would read different checkpoints."""
+        sources = {plan.storage_data for plan in plans if plan.storage_data is not None}
+        if len(sources) > 1:
+            named = ", ".join(f"{checkpoint_id} (attempt {attempt})" for checkpoint_id, attempt in sorted(sources))
+            raise WrongPhase(f"the ranks resolved {self._checkpoint_id!r} to different checkpoints ({named}): retry the load")
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copies everything of the plan into its targets."""
+        reads = [read for request in plan.items for read in self._reads(request)]
+        reads.sort(key=lambda read: (read.place.shard, read.place.item.at))
+        targets: dict[int, torch.Tensor] = {}
+        with LoadStream(connect(self._address), *self._source) as stream:
+            stream.open()
+            for batch in plans.batches((read for read in reads if read.ranges), self._limit):
+                mapping = stream.fetch(batch.want())
+                opaque = [self._take(read, mapping, planner, targets) for read in batch.reads]
+                stream.copied()
+                for read, data in zip(batch.reads, opaque, strict=True):
+                    self._hand_over(read, data, planner, targets)
+        for read in reads:
+            if not read.ranges:
+                self._hand_over(read, b"" if read.box is None else None, planner, targets)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _forget(self) -> None:
+        self._source = ("", "")
+        self._tables = manifest_pb2.Tables()
+        self._places: dict[tuple[bytes, tuple[int, ...] | None], plans.Place] = {}
+        self._limit = plans.BATCH_NBYTES
+
+    def _reads(self, request: ReadItem) -> Iterator[plans.Read]:
+        index = request.storage_index
+        place = self._places.get((fqn_bytes(index.fqn), tuple(index.offset) if index.offset is not None else None))
+        if place is None:
+            raise Corrupt(f"checkpoint {self._source[0]!r}: no shard holds {_named(index)}, which its metadata names")
+        item = place.item
+        if (request.type == LoadItemType.BYTE_IO) != (item.kind == manifest_pb2.Item.OPAQUE_OBJECT):
+            raise Corrupt(f"checkpoint {self._source[0]!r}: {_named(index)} is not of the kind that its metadata says")
+        if item.kind != manifest_pb2.Item.RAW:
+            yield plans.Read(request, place, None, [(0, item.nbytes)] if item.nbytes else [], last=True)
+            return
+        strides = self._form(place).strides
+        box = (tuple(request.storage_offsets), tuple(request.lengths))
+        parts = list(plans.cut(item, box, strides, self._dtype(place).itemsize, self._limit))
+        for number, (part, ranges) in enumerate(parts, start=1):
+            yield plans.Read(request, place, part, ranges, last=number == len(parts))
+
+    def _take(
+        self, read: plans.Read, mapping: Mapping, planner: LoadPlanner, targets: dict[int, torch.Tensor]
+    ) -> bytes | None:
+        """Copies a raw part into its target, or an opaque item's bytes out of the segment."""
+        item = read.place.item
+        view = mapping.view(item.raw_at, item.nbytes)
+        if read.box is None:
+            return bytes(view)
+        form = self._form(read.place)
+        stored = torch.frombuffer(view, dtype=torch.uint8).view(self._dtype(read.place)).as_strided(tuple(form.shape), tuple(form.strides))
+        offsets, lengths = read.box
+        target = _target(read, planner, targets)
+        inner = tuple(map(operator.sub, offsets, read.request.storage_offsets))
+        _fill(narrow_tensor_by_index(target, inner, lengths), narrow_tensor_by_index(stored, offsets, lengths), read.request)
+        return None
+
+    def _hand_over(self, read: plans.Read, data: bytes | None, planner: LoadPlanner, targets: dict[int, torch.Tensor]) -> None:
+        """Gives the planner what is now certain."""
+        request = read.request
+        if request.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(request, io.BytesIO(data or b""))
+            return
+        if not read.last:
+            return
+        target = _target(read, planner, targets)
+        if data is not None:
+            saved = _unpacked(data, request.storage_index)
+            _fill(target, narrow_tensor_by_index(saved, request.storage_offsets, request.lengths), request)
+        planner.commit_tensor(request, target)
+        del targets[id(request)]
+
+    def _form(self, place: plans.Place) -> manifest_pb2.Form:
+        return self._tables.shards[place.shard].forms[place.item.form]
+
+    def _dtype(self, place: plans.Place) -> torch.dtype:
+        name = self._form(place).dtype
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            key = place.item.fqn.decode(errors="replace")
+            raise InvalidRequest(f"{key!r} is of dtype {name!r}, which torch {torch.__version__} does not have")
+        return dtype
+
+
+def _named(index: MetadataIndex) -> str:
+    return f"{index.fqn!r}" if index.offset is None else f"{index.fqn!r} at {tuple(index.offset)}"
+
+
+def _target(read: plans.Read, planner: LoadPlanner, targets: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Where a request goes; asked for once, because a planner may make it up."""
+    request = read.request
+    target = targets.get(id(request))
+    if target is None:
+        target = planner.resolve_tensor(request)
+        # A detached sparse or quantised tensor does not pass new indices or scales on: it would be filled in vain.
+        target = targets[id(request)] = target.detach() if is_plain(target) else target
+        if target.size() != torch.Size(request.lengths):
+            raise InvalidRequest(
+                f"{_named(request.storage_index)}: the target has shape {tuple(target.size())}, "
+                f"what is loaded into it {tuple(request.lengths)}"
+            )
+    return target
+
+
+@torch.no_grad()
+def _fill(target: torch.Tensor, saved: torch.Tensor, request: ReadItem) -> None:
+    try:
+        copy_bits(target, saved)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        kinds = [f"{type(tensor).__qualname__} ({tensor.dtype}, {tensor.layout})" for tensor in (saved, target)]
+        raise InvalidRequest(f"{_named(request.storage_index)}: a saved {kinds[0]} does not go into a {kinds[1]}: {error}") from error
+
+
+def _unpacked(data: bytes, index: MetadataIndex) -> torch.Tensor:
+    try:
+        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise InvalidRequest(
+            f"{_named(index)} was saved as torch.save wrote it, and is not loaded unless you allow its classes with "
+            f"torch.serialization.add_safe_globals: {reason}"
+        ) from error
+    if not isinstance(tensor, torch.Tensor):
+        raise Corrupt(f"{_named(index)} is a {type(tensor).__name__}, not a tensor")
+    return tensor

@@ -1,0 +1,63 @@
+"""Waits until a checkpoint is durable; a daemon that is restarted meanwhile does not matter.
+
+Remembers, per daemon and id, the receipt of this process's last save, so that `wait`
+means that save and no older one of the same id.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+from ckptd.errors import Unavailable
+from ckptd.v1 import daemon_pb2
+from ckptd_client.channel import ConnectionLost, connect
+from ckptd_client.names import checked_id
+
+if TYPE_CHECKING:
+    import os
+
+_FIRST_PAUSE_SECONDS: Final = 0.1
+_LONGEST_PAUSE_SECONDS: Final = 2.0
+
+_receipts: dict[tuple[str, str], str] = {}
+
+
+def remember(address: str, checkpoint_id: str, token: str) -> None:
+    """Notes the shard that this process saved last under an id."""
+    _receipts[address, checkpoint_id] = token
+
+
+def wait(checkpoint_id: str | os.PathLike[str], *, address: str | None = None, timeout: float | None = None) -> None:
+    """Returns once a checkpoint is durable, that is, complete in the store.
+
+    Means the attempt that holds this process's last receipt for the id, else the newest
+    that the daemon knows, else what the store has. `timeout` is in seconds; None waits
+    as long as it takes, through restarts of the daemon, but not longer than
+    ``CKPTD_CONNECT_TIMEOUT`` for one that does not answer at all.
+
+    Raises what made the checkpoint fail (StoreError, WrongPhase, …), NotFound if there is
+    none, TimeoutError after `timeout`, Unavailable if no daemon answers.
+    """
+    text = checked_id(checkpoint_id)
+    daemon = connect(address)
+    until = None if timeout is None else time.monotonic() + timeout
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        try:
+            daemon.hello(seconds=_left(until))
+            daemon.wait(daemon_pb2.WaitRequest(id=text, token=_receipts.get((daemon.address, text), "")), _left(until))
+        except Unavailable as error:
+            if until is None and isinstance(error, ConnectionLost) and error.unanswered:
+                raise
+            if until is not None and time.monotonic() + pause >= until:
+                raise TimeoutError(f"checkpoint {text!r} is not durable after {timeout} s ({error})") from error
+        else:
+            return
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _left(until: float | None) -> float | None:
+    """Seconds left, never none at all: a call without time fails before it is sent."""
+    return None if until is None else max(until - time.monotonic(), 0.001)

@@ -1,0 +1,270 @@
+"""What goes wrong is one of our errors, says what to do, and reaches the caller through DCP as itself."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from client.states import assert_equal
+from daemons import DaemonProcess
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ckptd.errors import TABLE, ArenaFull, CkptdError, InvalidRequest, NotFound, StoreError, Unavailable, WrongPhase
+from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
+
+MIB = 1024 * 1024
+STATE = {"x": torch.arange(10)}
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    with DaemonProcess(str(tmp_path_factory.mktemp("store")), memory="32MiB") as running:
+        yield running
+
+
+def failure_of(save_or_load: Any, state: dict[str, Any], **arguments: Any) -> CkptdError:
+    """What DCP says that rank 0 has failed with."""
+    with pytest.raises(CheckpointException) as caught:
+        save_or_load(state, **arguments)
+    (error, _) = caught.value.failures[0]
+    assert isinstance(error, CkptdError), repr(error)
+    assert "\n" not in str(error)
+    assert type(pickle.loads(pickle.dumps(error))) in TABLE.values()
+    return error
+
+
+def save_failure(checkpoint_id: Any, state: dict[str, Any] | None = None, **options: Any) -> CkptdError:
+    return failure_of(dcp.save, STATE if state is None else state, storage_writer=DaemonStorageWriter(checkpoint_id, **options))
+
+
+def load_failure(checkpoint_id: Any, **options: Any) -> CkptdError:
+    return failure_of(dcp.load, {"x": torch.zeros(10)}, storage_reader=DaemonStorageReader(checkpoint_id, **options))
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "../x", "a/b/c", "x" * 300, "a b", "latest", "a/latest", "/data/x", Path("/data/x"), "s3://bucket/x", "~/x", None, 5, "a//b", "é"]
+)
+def test_a_malformed_id_is_refused_before_anything_happens(daemon: DaemonProcess, bad: Any) -> None:
+    error = save_failure(bad, address=daemon.address)
+    assert isinstance(error, InvalidRequest)
+    assert "id" in str(error)
+    assert not DaemonStorageWriter.validate_checkpoint_id(bad)
+    if "latest" not in str(bad):
+        assert isinstance(load_failure(bad, address=daemon.address), InvalidRequest)
+        with pytest.raises(InvalidRequest):
+            wait(bad, address=daemon.address)
+
+
+def test_an_id_may_be_a_relative_path(daemon: DaemonProcess) -> None:
+    dcp.save(STATE, checkpoint_id=Path("paths/step-1"), storage_writer=DaemonStorageWriter(address=daemon.address))
+    state = {"x": torch.zeros(10, dtype=torch.int64)}
+    dcp.load(state, checkpoint_id=Path("paths/latest"), storage_reader=DaemonStorageReader(address=daemon.address))
+    assert_equal(state, STATE)
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "tcp://localhost:1", "unix:relative", "unix:", "localhost", "localhost:", ":1", "h:99999", "h:0", "http://x", "unix:/" + "x" * 200]
+)
+def test_a_malformed_address_says_what_is_allowed(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(save_failure("step-1", address=bad), InvalidRequest)
+    monkeypatch.setenv("CKPTD_ADDRESS", bad)
+    error = load_failure("step-1")
+    assert isinstance(error, InvalidRequest)
+    assert "CKPTD_ADDRESS" in str(error)
+
+
+def test_the_address_may_come_from_the_environment(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTD_ADDRESS", daemon.address)
+    dcp.save(STATE, checkpoint_id="environment/step-1", storage_writer=DaemonStorageWriter())
+    wait("environment/step-1", timeout=60)
+
+
+@pytest.mark.parametrize("name", ["CKPTD_CONNECT_TIMEOUT", "CKPTD_SAVE_TIMEOUT"])
+@pytest.mark.parametrize("bad", ["soon", "-1", "0", "nan", "inf", "10s"])
+def test_a_malformed_number_in_the_environment_is_named(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, name: str, bad: str) -> None:
+    monkeypatch.setenv(name, bad)
+    error = save_failure("numbers/step-1", address=daemon.address)
+    assert isinstance(error, InvalidRequest)
+    assert name in str(error)
+
+
+@pytest.mark.parametrize("gone", ["unix:/nowhere/ckptd.sock", "127.0.0.1:9"])
+def test_no_daemon_is_said_with_the_address_and_what_to_do(monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
+    monkeypatch.setenv("CKPTD_CONNECT_TIMEOUT", "0.5")
+    for error in (save_failure("step-1", address=gone), load_failure("latest", address=gone)):
+        assert isinstance(error, Unavailable)
+        assert gone in str(error)
+        assert "ckptd serve" in str(error)
+    with pytest.raises(Unavailable, match="ckptd serve"):
+        wait("step-1", address=gone)
+    with pytest.raises(TimeoutError, match="step-1"):
+        wait("step-1", address=gone, timeout=0.1)
+
+
+def test_somebody_else_at_the_address_is_no_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTD_CONNECT_TIMEOUT", "1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            while True:
+                try:
+                    caller, _ = server.accept()
+                except OSError:
+                    return
+                with caller:
+                    caller.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        error = save_failure("step-1", address=f"127.0.0.1:{server.getsockname()[1]}")
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join()
+    assert isinstance(error, Unavailable)
+
+
+def test_no_checkpoint_is_not_found_and_not_another_error(daemon: DaemonProcess) -> None:
+    for target in ("never/step-1", "never/latest"):
+        error = load_failure(target, address=daemon.address)
+        assert isinstance(error, NotFound)
+        assert "never" in str(error)
+        with pytest.raises(NotFound):
+            DaemonStorageReader(target, address=daemon.address).read_metadata()
+    with pytest.raises(NotFound):
+        wait("never/step-1", address=daemon.address, timeout=30)
+
+
+def test_a_durable_id_is_not_overwritten_unless_asked(daemon: DaemonProcess) -> None:
+    def save(value: int, **options: Any) -> None:
+        dcp.save({"x": torch.tensor(value)}, checkpoint_id="again/step-1", storage_writer=DaemonStorageWriter(address=daemon.address, **options))
+
+    save(1)
+    wait("again/step-1", address=daemon.address, timeout=60)
+    error = save_failure("again/step-1", address=daemon.address)
+    assert isinstance(error, WrongPhase)
+    assert "overwrite=True" in str(error)
+    save(2, overwrite=True)
+    state = {"x": torch.tensor(0)}
+    dcp.load(state, storage_reader=DaemonStorageReader("again/step-1", address=daemon.address))
+    assert state["x"] == 2
+
+
+def test_a_save_larger_than_the_budget_is_refused_with_the_numbers(daemon: DaemonProcess) -> None:
+    error = save_failure("huge/step-1", {"x": torch.zeros(64 * MIB, dtype=torch.uint8)}, address=daemon.address)
+    assert isinstance(error, ArenaFull)
+    assert "--memory" in str(error)
+    dcp.save(STATE, checkpoint_id="huge/step-2", storage_writer=DaemonStorageWriter(address=daemon.address))
+
+
+def test_a_save_larger_than_half_of_the_budget_warns(daemon: DaemonProcess) -> None:
+    state = {"x": torch.zeros(18 * MIB, dtype=torch.uint8)}
+    with pytest.warns(UserWarning, match="has to wait until this one is durable"):
+        dcp.save(state, checkpoint_id="half/step-1", storage_writer=DaemonStorageWriter(address=daemon.address))
+
+
+def test_use_collectives_false_is_refused_with_the_way_out(daemon: DaemonProcess) -> None:
+    with pytest.raises(InvalidRequest, match="process_group"):
+        dcp.save(STATE, checkpoint_id="step-1", storage_writer=DaemonStorageWriter(address=daemon.address), use_collectives=False)
+
+
+@pytest.mark.parametrize("bad", [{"a": 1}, {1: "a"}, ["a"], "a"])
+def test_tags_map_text_to_text(bad: Any) -> None:
+    with pytest.raises(InvalidRequest, match="tags"):
+        DaemonStorageWriter("step-1", tags=bad)
+
+
+def test_a_target_of_another_shape_is_an_error(daemon: DaemonProcess) -> None:
+    dcp.save(STATE, checkpoint_id="shape/step-1", storage_writer=DaemonStorageWriter(address=daemon.address))
+    with pytest.raises(CheckpointException, match="Size mismatch"):
+        dcp.load({"x": torch.zeros(11)}, storage_reader=DaemonStorageReader("shape/step-1", address=daemon.address))
+
+
+def test_a_checkpoint_that_stock_wrote_says_what_loads_it(daemon: DaemonProcess) -> None:
+    dcp.save(STATE, checkpoint_id=Path(daemon.store) / "stock" / "step-1")
+    error = load_failure("stock/step-1", address=daemon.address)
+    assert isinstance(error, WrongPhase)
+    assert "FileSystemReader" in str(error)
+    assert isinstance(save_failure("stock/step-1", address=daemon.address), WrongPhase)
+
+
+def test_planner_data_of_an_unknown_class_is_named_and_can_be_allowed(daemon: DaemonProcess) -> None:
+    class Planner(dcp.DefaultSavePlanner):
+        def create_global_plan(self, all_plans: Any) -> Any:
+            plans, metadata = super().create_global_plan(all_plans)
+            metadata.planner_data = Note("mine")  # type: ignore[assignment]
+            return plans, metadata
+
+    dcp.save(
+        STATE, checkpoint_id="note/step-1", storage_writer=DaemonStorageWriter(address=daemon.address), planner=Planner(flatten_state_dict=False)
+    )
+    error = load_failure("note/step-1", address=daemon.address)
+    assert isinstance(error, InvalidRequest)
+    assert "Note" in str(error)
+    assert "add_safe_globals" in str(error)
+    with torch.serialization.safe_globals([Note]):
+        state = {"x": torch.zeros(10, dtype=torch.int64)}
+        dcp.load(state, storage_reader=DaemonStorageReader("note/step-1", address=daemon.address))
+    assert_equal(state, STATE)
+
+
+class Note:
+    """A class of a planner's own."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def test_a_daemon_that_dies_between_two_saves_is_only_a_new_lease(tmp_path: Path) -> None:
+    with DaemonProcess(str(tmp_path)) as daemon:
+        writer = DaemonStorageWriter(address=daemon.address)
+        for step in range(3):
+            dcp.save({"step": step}, checkpoint_id=f"step-{step}", storage_writer=writer)
+            daemon.restart()
+        for step in range(3):
+            state = {"step": -1}
+            dcp.load(state, storage_reader=DaemonStorageReader(f"step-{step}", address=daemon.address))
+            assert state == {"step": step}
+
+
+def test_waiting_outlives_a_restart_of_the_daemon(tmp_path: Path) -> None:
+    with DaemonProcess(str(tmp_path)) as daemon:
+        dcp.save(STATE, checkpoint_id="step-1", storage_writer=DaemonStorageWriter(address=daemon.address))
+        daemon.kill()
+        errors: list[BaseException] = []
+
+        def waiting() -> None:
+            try:
+                wait("step-1", address=daemon.address, timeout=60)
+            except BaseException as error:  # noqa: BLE001 - the test looks at it
+                errors.append(error)
+
+        thread = threading.Thread(target=waiting)
+        thread.start()
+        daemon.start()
+        thread.join()
+        assert errors == []
+        assert (tmp_path / "step-1" / ".metadata").exists()
+
+
+def test_a_store_that_refuses_fails_the_wait_and_warns_the_next_save(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file where the run's directory should be")
+    with DaemonProcess(str(tmp_path)) as daemon:
+        writer = DaemonStorageWriter(address=daemon.address)
+        dcp.save(STATE, checkpoint_id="run/step-1", storage_writer=writer)
+        with pytest.raises((StoreError, WrongPhase), match="run/step-1"):
+            wait("run/step-1", address=daemon.address, timeout=60)
+        with pytest.warns(UserWarning, match="run/step-1"):
+            dcp.save(STATE, checkpoint_id="other/step-1", storage_writer=writer)
+
+
+def test_plugins_survive_pickling() -> None:
+    writer = DaemonStorageWriter("run/step-1", overwrite=True, tags={"a": "b"})
+    writer.reset("run/step-2")
+    assert pickle.loads(pickle.dumps(writer)).checkpoint_id == "run/step-2"
+    assert pickle.loads(pickle.dumps(DaemonStorageReader("run/latest"))).checkpoint_id == "run/latest"

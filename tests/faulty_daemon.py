@@ -1,0 +1,77 @@
+"""A daemon whose store misbehaves on demand: ``python faulty_daemon.py serve --store faulty:///dir …``.
+
+The daemon is the real one; ``faulty://`` is a file system of fsspec's, a local directory
+that looks into the JSON file named by FAULTY_CONTROL before each object appears:
+
+    {"hold_after": k}         the first k objects appear, the next ones wait until this changes
+    {"raise": "EACCES"}       every write fails with that errno
+    {"delay_seconds": s}      every object takes that long to appear
+    {"list_raises": "EIO"}    listings fail
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+_lock = threading.Lock()
+_appeared = 0
+
+
+def control() -> dict[str, Any]:
+    try:
+        return dict(json.loads(Path(os.environ["FAULTY_CONTROL"]).read_text() or "{}"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+
+
+def fail_if_told(key: str) -> None:
+    name = control().get(key)
+    if name:
+        number = getattr(errno, name)
+        raise OSError(number, os.strerror(number))
+
+
+class FaultyFileSystem(LocalFileSystem):
+    protocol = ("faulty",)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(str(path).removeprefix("faulty://"))
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        if "r" not in mode:
+            fail_if_told("raise")
+        return super()._open(path, mode, **kwargs)
+
+    def ls(self, path: str, detail: bool = False, **kwargs: Any) -> Any:
+        fail_if_told("list_raises")
+        return super().ls(path, detail, **kwargs)
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        global _appeared
+        counted = not Path(path2).name.startswith(".ckptd-") and ".ckptd-" not in path2
+        if counted:
+            time.sleep(float(control().get("delay_seconds", 0)))
+            while _appeared >= control().get("hold_after", sys.maxsize):
+                time.sleep(0.02)
+        super().mv(path1, path2, **kwargs)
+        if counted:
+            with _lock:
+                _appeared += 1
+
+
+if __name__ == "__main__":
+    fsspec.register_implementation("faulty", FaultyFileSystem)
+    from ckptd.cli.main import main
+
+    raise SystemExit(main(sys.argv[1:]))

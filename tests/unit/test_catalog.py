@@ -1,0 +1,259 @@
+"""The catalogue: what is accepted, what is dropped, and what may be lost for whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptd import errors
+from ckptd.catalog import Catalog, Drop, Forget, StopFlush
+from ckptd.model import CheckpointId
+from ckptd.v1.daemon_pb2 import Checkpoint, CommitRequest
+from ckptd.v1.manifest_pb2 import Receipt, Record
+
+NODE = "node"
+
+
+class Driver:
+    """Saves into a catalogue with a clock of its own."""
+
+    def __init__(self) -> None:
+        self.catalog = Catalog(NODE, open_timeout_seconds=60.0, codec="zstd:1")
+        self.catalog.lease("trainer")
+        self.now_us = 1_000_000
+        self.serial = 0
+
+    def open(self, id: str, rank: int, *, metadata: bool = False, owner: str = "trainer") -> str:
+        self.serial += 1
+        token = f"{self.serial:016x}"
+        self.catalog.opened(token, CheckpointId.parse(id), rank, owner, metadata=metadata)
+        return token
+
+    def seal(self, token: str, now: float = 0.0) -> Receipt:
+        shard = self.catalog.open_shard(token, self.catalog.shards[token].owner)
+        receipt = Receipt(node=NODE, token=token, rank=shard.rank, nbytes=10, raw_bytes=8)
+        self.catalog.sealed(token, receipt, now)
+        return receipt
+
+    def request(self, id: str, world: int = 2, *, durable: bool = True) -> CommitRequest:
+        shards = [self.seal(self.open(id, rank)) for rank in range(world)]
+        return CommitRequest(id=id, shards=shards, metadata=self.seal(self.open(id, 0, metadata=True)), durable=durable)
+
+    def save(self, id: str, world: int = 2, *, durable: bool = True) -> tuple[Record, list[object]]:
+        self.now_us += 1_000
+        record = self.catalog.prepare(self.request(id, world, durable=durable), self.now_us)
+        return record, list(self.catalog.accept(record))
+
+
+def tokens(record: Record) -> list[str]:
+    return [*(receipt.token for receipt in record.shards), record.metadata.token]
+
+
+def test_an_accepted_attempt_is_latest_and_waits_to_be_flushed() -> None:
+    driver = Driver()
+    record, effects = driver.save("run/step-1")
+    assert effects == []
+    latest = driver.catalog.latest("run")
+    assert latest is not None
+    assert latest.name == record.summary.attempt
+    assert driver.catalog.to_flush() is latest
+    assert driver.catalog.latest("") is None
+
+
+def test_attempts_of_a_run_are_ordered_whatever_the_clock_says() -> None:
+    driver = Driver()
+    first, _ = driver.save("step-1")
+    driver.now_us = 5
+    second, _ = driver.save("step-2")
+    assert second.summary.attempt > first.summary.attempt
+    driver.catalog.learn("", "0fff" + "f" * 20)
+    third, _ = driver.save("step-3")
+    assert third.summary.attempt > "0fff" + "f" * 20
+
+
+def test_a_newer_attempt_of_an_id_ends_the_older_and_its_flush() -> None:
+    driver = Driver()
+    first, _ = driver.save("step-1")
+    _, effects = driver.save("step-1")
+    name = first.summary.attempt
+    assert Forget(name) in effects
+    assert StopFlush(name) in effects
+    assert {effect.token for effect in effects if isinstance(effect, Drop)} == set(tokens(first))
+    assert driver.catalog.attempts[name].state == Checkpoint.ABORTED
+
+
+def test_a_superseded_attempt_keeps_its_memory_while_it_is_read() -> None:
+    driver = Driver()
+    first, _ = driver.save("step-1")
+    driver.catalog.pin(first.summary.attempt)
+    _, effects = driver.save("step-1")
+    assert not [effect for effect in effects if isinstance(effect, Drop)]
+    assert {effect.token for effect in driver.catalog.unpin(first.summary.attempt) if isinstance(effect, Drop)} == set(tokens(first))
+
+
+def test_a_durable_checkpoint_survives_in_memory_until_its_overwrite_is_durable() -> None:
+    driver = Driver()
+    first, _ = driver.save("step-1")
+    driver.catalog.flushed(first.summary.attempt, 9)
+    second, effects = driver.save("step-1")
+    assert effects == []
+    assert driver.catalog.attempts[first.summary.attempt].state == Checkpoint.DURABLE
+    effects = driver.catalog.flushed(second.summary.attempt, 9)
+    assert {effect.token for effect in effects if isinstance(effect, Drop)} == set(tokens(first))
+
+
+def test_a_lost_lease_takes_what_is_unsealed_and_nothing_else() -> None:
+    driver = Driver()
+    sealed = driver.open("step-1", 0)
+    driver.seal(sealed)
+    unsealed = driver.open("step-1", 1)
+    assert driver.catalog.lease_ended("trainer") == [Drop(unsealed)]
+    assert sealed in driver.catalog.shards
+    with pytest.raises(errors.LeaseLost, match="save again"):
+        driver.catalog.open_shard(unsealed, "trainer")
+
+
+def test_unbound_shards_expire_after_the_last_seal_of_their_save() -> None:
+    driver = Driver()
+    first = driver.open("step-1", 0)
+    driver.seal(first, now=10.0)
+    second = driver.open("step-1", 1)
+    driver.seal(second, now=50.0)
+    assert driver.catalog.expire(109.9) == []
+    assert sorted(effect.token for effect in driver.catalog.expire(110.0) if isinstance(effect, Drop)) == sorted([first, second])
+
+
+def test_the_timer_stands_still_while_a_live_lease_writes_a_shard_of_the_save() -> None:
+    driver = Driver()
+    driver.seal(driver.open("step-1", 0), now=0.0)
+    slow = driver.open("step-1", 1)
+    assert driver.catalog.expire(1_000.0) == []
+    driver.catalog.released(slow)
+    assert driver.catalog.expire(1_059.0) == []
+    assert len(driver.catalog.expire(1_060.0)) == 1
+
+
+def test_bound_shards_never_expire() -> None:
+    driver = Driver()
+    driver.save("step-1")
+    assert driver.catalog.expire(1e9) == []
+
+
+def test_a_rank_that_starts_an_id_again_drops_what_it_had_sealed_for_it() -> None:
+    driver = Driver()
+    stale = driver.open("step-1", 0)
+    driver.seal(stale)
+    other = driver.open("step-1", 1)
+    driver.seal(other)
+    assert driver.catalog.restarted(CheckpointId.parse("step-1"), 0) == [Drop(stale)]
+    assert driver.catalog.restarted(CheckpointId.parse("step-2"), 1) == []
+    assert other in driver.catalog.shards
+
+
+def test_receipts_that_the_daemon_does_not_hold_are_refused() -> None:
+    driver = Driver()
+    request = driver.request("step-1")
+    request.shards[0].token = "f" * 16
+    with pytest.raises(errors.LeaseLost, match="rank 0"):
+        driver.catalog.prepare(request, 1)
+    request = driver.request("step-2")
+    request.shards[1].node = "elsewhere"
+    with pytest.raises(errors.InvalidRequest, match="another daemon"):
+        driver.catalog.prepare(request, 1)
+    request = driver.request("step-3")
+    request.id = "step-4"
+    with pytest.raises(errors.LeaseLost, match="step-4"):
+        driver.catalog.prepare(request, 1)
+    with pytest.raises(errors.InvalidRequest, match="at least one shard"):
+        driver.catalog.prepare(CommitRequest(id="step-5"), 1)
+
+
+def test_shards_cannot_be_bound_twice() -> None:
+    driver = Driver()
+    request = driver.request("step-1")
+    driver.catalog.accept(driver.catalog.prepare(request, 1))
+    with pytest.raises(errors.LeaseLost):
+        driver.catalog.prepare(request, 2)
+
+
+def test_two_shards_of_one_rank_are_refused() -> None:
+    driver = Driver()
+    request = driver.request("step-1", world=1)
+    request.shards.append(driver.seal(driver.open("step-1", 0)))
+    with pytest.raises(errors.InvalidRequest, match="more than one shard"):
+        driver.catalog.prepare(request, 1)
+
+
+def test_what_is_accepted_and_not_durable_is_no_victim() -> None:
+    driver = Driver()
+    driver.save("step-1")
+    driver.save("step-2")
+    assert list(driver.catalog.victims()) == []
+
+
+def test_older_durable_checkpoints_go_before_the_newest() -> None:
+    driver = Driver()
+    records = [driver.save(f"step-{step}")[0] for step in range(3)]
+    for record in records:
+        driver.catalog.flushed(record.summary.attempt, 9)
+    victims = list(driver.catalog.victims())
+    assert [token for token, _ in victims] == [token for record in records for token in sorted(tokens(record))]
+    assert [precious for _, precious in victims] == [False] * 6 + [True] * 3
+
+
+def test_a_pinned_attempt_is_no_victim() -> None:
+    driver = Driver()
+    record, _ = driver.save("step-1")
+    driver.catalog.flushed(record.summary.attempt, 9)
+    driver.catalog.pin(record.summary.attempt)
+    assert list(driver.catalog.victims()) == []
+
+
+def test_a_failed_attempt_is_kept_until_its_memory_is_needed() -> None:
+    driver = Driver()
+    record, _ = driver.save("step-1")
+    driver.catalog.failed(record.summary.attempt, "denied")
+    assert driver.catalog.newest_of(CheckpointId.parse("step-1")) is not None
+    assert "denied" in driver.catalog.warning
+    first = next(token for token, _ in driver.catalog.victims())
+    assert Forget(record.summary.attempt) in driver.catalog.evicted(first)
+    assert driver.catalog.newest_of(CheckpointId.parse("step-1")) is None
+    assert driver.catalog.newest_of(CheckpointId.parse("step-1"), restorable=False) is not None
+
+
+def test_memory_only_attempts_go_when_a_newer_one_of_the_run_is_accepted() -> None:
+    driver = Driver()
+    first, _ = driver.save("step-1", durable=False)
+    assert driver.catalog.to_flush() is None
+    assert list(driver.catalog.victims()) == []
+    driver.save("step-2", durable=False)
+    assert {token for token, _ in driver.catalog.victims()} == set(tokens(first))
+
+
+def test_an_accepted_attempt_may_go_once_a_newer_one_is_durable() -> None:
+    driver = Driver()
+    first, _ = driver.save("step-1")
+    second, _ = driver.save("step-2")
+    driver.catalog.flushed(second.summary.attempt, 9)
+    order = [token for token, _ in driver.catalog.victims()]
+    assert order[:3] == sorted(tokens(first))
+    effects = driver.catalog.evicted(order[0])
+    assert StopFlush(first.summary.attempt) in effects
+    assert driver.catalog.attempts[first.summary.attempt].state == Checkpoint.ABORTED
+
+
+def test_a_durable_attempt_is_forgotten_when_the_last_of_it_is_evicted() -> None:
+    driver = Driver()
+    record, _ = driver.save("step-1")
+    driver.catalog.flushed(record.summary.attempt, 9)
+    for token in tokens(record):
+        assert driver.catalog.evicted(token) == [Forget(record.summary.attempt)]
+    assert driver.catalog.attempts == {}
+    assert driver.catalog.bound == {}
+
+
+def test_ended_attempts_are_not_remembered_without_end() -> None:
+    driver = Driver()
+    for _ in range(600):
+        driver.save("step-1")
+    assert len(driver.catalog.attempts) < 300
+    assert len(driver.catalog.shards) == 3

@@ -1,0 +1,323 @@
+"""The command line: what it prints, and the exit status of everything that can go wrong.
+
+What the daemon says is played by a small gRPC server that answers with what a test
+gives it; a real daemon behind the same commands is in tests/service.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from ckptd import __version__, errors
+from ckptd.cli.main import main
+from ckptd.v1 import daemon_pb2, daemon_pb2_grpc
+from ckptd.v1.manifest_pb2 import Summary
+
+_State = daemon_pb2.Checkpoint.State
+
+
+class Played(daemon_pb2_grpc.DaemonServicer):
+    """Answers with what it was given; an error is sent as the daemon's interceptor sends it."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Any] = {"Hello": daemon_pb2.HelloReply(version=__version__, store="/data/ckpts")}
+        self.asked: dict[str, Any] = {}
+        self.address = ""
+        self.over = threading.Event()
+
+    def _answer(self, call: str, request: Any, context: grpc.ServicerContext) -> Any:
+        self.asked[call] = request
+        answer = self.answers[call]
+        if isinstance(answer, errors.CkptdError):
+            context.set_trailing_metadata((("ckptd-kind", type(answer).__name__),))
+            context.abort(getattr(grpc.StatusCode, answer.status), str(answer))
+        if answer == "silence":
+            self.over.wait()
+        return answer
+
+    def Hello(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._answer("Hello", request, context)
+
+    def List(self, request: Any, context: grpc.ServicerContext) -> Any:
+        yield from self._answer("List", request, context)
+
+    def Show(self, request: Any, context: grpc.ServicerContext) -> Any:
+        yield from self._answer("Show", request, context)
+
+    def Resolve(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._answer("Resolve", request, context)
+
+    def Wait(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._answer("Wait", request, context)
+
+    def Status(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._answer("Status", request, context)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
+    played = Played()
+    server = grpc.server(ThreadPoolExecutor(4))
+    daemon_pb2_grpc.add_DaemonServicer_to_server(played, server)
+    played.address = f"unix:{tmp_path}/d.sock"
+    server.add_insecure_port(played.address)
+    server.start()
+    monkeypatch.setenv("CKPTD_ADDRESS", played.address)
+    yield played
+    played.over.set()
+    server.stop(None).wait()
+
+
+def _checkpoint(id_: str, state: int = _State.DURABLE, **more: Any) -> daemon_pb2.Checkpoint:
+    summary = Summary(id=id_, accepted_us=1_700_000_000_123_456, world_size=2, raw_bytes=3 * 2**20, stored_bytes=2**20, codec="zstd:1")
+    return daemon_pb2.Checkpoint(summary=summary, state=state, **more)
+
+
+def _complaint(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr; nothing may be on stdout."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ckptd: ")
+    assert err.count("\n") == 1
+    return err
+
+
+# --- list --------------------------------------------------------------------------------------------------------
+
+
+def test_list_json_is_an_array_by_run_and_step_with_the_promised_fields(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    tagged = _checkpoint("step-9")
+    tagged.summary.tags["loss"] = "2.5"
+    given = _checkpoint("best", pinned=True)
+    given.summary.step = 50
+    daemon.answers["List"] = [
+        _checkpoint("run-a/step-3", _State.FAILED, reason="access denied"),
+        _checkpoint("step-10", _State.ACCEPTED),
+        tagged,
+        given,
+        _checkpoint("first"),
+    ]
+    assert main(["list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [one["id"] for one in listed] == ["first", "step-9", "step-10", "best", "run-a/step-3"]
+    assert listed[1] == {
+        "id": "step-9",
+        "run": "",
+        "step": 9,
+        "state": "durable",
+        "created": "2023-11-14T22:13:20.123456Z",
+        "raw_bytes": 3 * 2**20,
+        "stored_bytes": 2**20,
+        "world_size": 2,
+        "pinned": False,
+        "tags": {"loss": "2.5"},
+    }
+    assert [one["step"] for one in listed] == [None, 9, 10, 50, 3]
+    assert (listed[4]["run"], listed[4]["state"], listed[4]["reason"]) == ("run-a", "failed", "access denied")
+    assert listed[3]["pinned"] is True
+
+
+def test_list_for_people_is_a_table_that_no_pipe_cuts(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    long = "r" * 128 + "/step-" + "1" * 100
+    daemon.answers["List"] = [_checkpoint(long, reason="[bold]why[/bold]\n" + "because " * 40), _checkpoint("step-1", abandoned=True)]
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    heading, _, row, *_ = out.splitlines()
+    assert heading.split() == ["ID", "STEP", "STATE", "CREATED", "RAW", "STORED", "WORLD", "NOTE"]
+    assert "step-1 " in row
+    assert "abandoned" in row
+    assert long in out
+    assert "3.0 MiB" in out
+    assert "[bold]why[/bold]\\n" + "because " * 39 in out
+
+
+def test_an_empty_list_is_a_friendly_line_for_people_and_an_empty_array_for_programs(
+    daemon: Played, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.answers["List"] = []
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out == "no checkpoints in /data/ckpts yet\n"
+    assert main(["list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_list_asks_for_one_run_and_tells_the_nameless_run_from_all(daemon: Played) -> None:
+    daemon.answers["List"] = []
+    asked = []
+    for arguments in ([], ["--run", ""], ["--run", "run-a"]):
+        assert main(["list", "--json", *arguments]) == 0
+        asked.append(daemon.asked["List"].run if daemon.asked["List"].HasField("run") else None)
+    assert asked == [None, "", "run-a"]
+
+
+# --- show, status, wait ------------------------------------------------------------------------------------------
+
+
+def _replies() -> list[daemon_pb2.ShowReply]:
+    tensor = daemon_pb2.ShowReply.Tensor
+    return [
+        daemon_pb2.ShowReply(
+            checkpoint=_checkpoint("step-9"), tensors=[tensor(fqn=b"w", dtype="float32", shape=[2, 3], raw_bytes=24, chunks=2)], files=["a"]
+        ),
+        daemon_pb2.ShowReply(tensors=[tensor(fqn="\ud800\x1b[31m".encode("utf-8", "surrogatepass"), raw_bytes=5)], files=["b"]),
+    ]
+
+
+def test_show_json_has_the_fields_of_list_and_what_is_in_it(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answers["Show"] = _replies()
+    assert main(["show", "step-9", "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert whole["id"] == "step-9"
+    assert whole["tensors"] == [{"name": "w", "dtype": "float32", "shape": [2, 3], "raw_bytes": 24, "chunks": 2}]
+    assert whole["objects"] == [{"name": "\ud800\x1b[31m", "raw_bytes": 5}]
+    assert whole["files"] == ["a", "b"]
+
+
+def test_show_for_people_writes_out_what_a_terminal_would_act_upon(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answers["Show"] = _replies()
+    assert main(["show", "step-9"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "\\ud800\\x1b[31m" in out
+    assert "[2, 3]" in out
+
+
+def test_latest_is_what_the_daemon_says_it_is(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answers |= {"Resolve": _checkpoint("run-a/step-9"), "Show": _replies(), "Wait": _checkpoint("run-a/step-9")}
+    assert main(["show", "run-a/latest", "--json"]) == 0
+    assert daemon.asked["Show"].id == "run-a/latest"
+    assert main(["wait", "run-a/latest"]) == 0
+    assert daemon.asked["Resolve"].id == "run-a/latest"
+    assert daemon.asked["Wait"].id == "run-a/step-9"
+    assert "run-a/step-9 is durable" in capsys.readouterr().out
+
+
+def test_status_json_names_every_source_of_bytes(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answers["Status"] = daemon_pb2.StatusReply(node="n", memory=2**30, used=2**20, pid=7, bytes_from={"store": 5})
+    assert main(["status", "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert status["bytes_from"] == {"memory": 0, "peer": 0, "store": 5}
+    assert (status["node"], status["memory"], status["used"], status["pid"]) == ("n", 2**30, 2**20, 7)
+    assert main(["status"]) == 0
+    assert "1.0 MiB of 1.0 GiB" in capsys.readouterr().out
+
+
+def test_wait_gives_up_with_1_after_its_timeout(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answers["Wait"] = "silence"
+    assert main(["wait", "step-9", "--timeout", "300ms"]) == 1
+    assert "step-9 is not durable after 0.3 s" in _complaint(capsys)
+
+
+# --- what goes wrong ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", errors.TABLE.values(), ids=errors.TABLE.keys())
+def test_a_daemons_error_is_one_line_with_the_exit_status_of_its_kind(
+    daemon: Played, capsys: pytest.CaptureFixture[str], kind: type[errors.CkptdError]
+) -> None:
+    for call, arguments in (("Wait", ["wait", "step-9"]), ("Show", ["show", "step-9"]), ("List", ["list"]), ("Status", ["status"])):
+        daemon.answers[call] = kind("it went\nwrong: do this")
+        assert main(arguments) == kind.exit_status
+        assert _complaint(capsys) == "ckptd: it went wrong: do this\n"
+
+
+@pytest.mark.parametrize("command", [["list"], ["show", "step-9"], ["status"], ["wait", "step-9"]])
+def test_no_daemon_is_3_and_says_both_ways_out(command: list[str], tmp_path: Path) -> None:
+    environ = {**os.environ, "CKPTD_ADDRESS": f"unix:{tmp_path}/none.sock"}
+    found = subprocess.run([sys.executable, "-m", "ckptd", *command], capture_output=True, text=True, env=environ, timeout=60, check=False)
+    assert (found.returncode, found.stdout) == (3, "")
+    assert found.stderr.count("\n") == 1
+    assert "ckptd serve --store URL" in found.stderr
+    assert "--store URL" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "COMMAND"),
+        (["lisst"], "invalid choice"),
+        (["list", "--jsonn"], "unrecognized arguments"),
+        (["list", "--js"], "unrecognized arguments"),
+        (["list", "--address", "unix:/a", "--store", "/b"], "not both"),
+        (["list", "--store-option", "a=b"], "goes with --store"),
+        (["list", "--store", ""], "names no store"),
+        (["list", "--store", "nosuch://x"], "nosuch"),
+        (["list", "--store", "/b", "--store-option", "a"], "K=V"),
+        (["list", "--address", "nonsense"], "--address: 'nonsense' is no address"),
+        (["list", "--run", "../x"], "'../x' is not a checkpoint id"),
+        (["show", "../x"], "'../x' is not a checkpoint id"),
+        (["show", ""], "'' is not a checkpoint id"),
+        (["show", "a/b/c"], "'a/b/c' is not a checkpoint id"),
+        (["wait", "x" * 300], "is not a checkpoint id"),
+        (["wait", "step-9", "--timeout", "soon"], "--timeout: 'soon' is not a duration"),
+        (["serve"], "no store given"),
+        (["serve", "--store", "/d", "--memory", "lots"], "--memory: 'lots'"),
+        (["serve", "--store", "/d", "--listen", "0.0.0.0:7070"], "needs TLS"),
+        (["serve", "--store", "/d", "--replicas", "2"], "unrecognized arguments"),
+        (["status", "--store", "/d"], "unrecognized arguments"),
+    ],
+)
+def test_wrong_use_is_2_and_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert message in _complaint(capsys)
+
+
+def test_a_wrong_address_in_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CKPTD_ADDRESS", "nonsense")
+    assert main(["status"]) == 2
+    assert _complaint(capsys).startswith("ckptd: CKPTD_ADDRESS: 'nonsense'")
+
+
+def test_a_defect_is_one_line_and_debug_shows_where(
+    daemon: Played, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ckptd.cli.documents.status", lambda _: 1 / 0)
+    daemon.answers["Status"] = daemon_pb2.StatusReply()
+    assert main(["status", "--json"]) == 1
+    assert "ZeroDivisionError" in (line := _complaint(capsys))
+    assert "--log-level debug" in line
+    assert main(["status", "--json", "--log-level", "debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_130_without_a_word(daemon: Played, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ckptd.cli.documents.status", interrupted)
+    daemon.answers["Status"] = daemon_pb2.StatusReply()
+    assert main(["status", "--json"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_reader_that_goes_away_is_no_error(daemon: Played) -> None:
+    daemon.answers["List"] = [_checkpoint(f"step-{step}") for step in range(5000)]
+    # Unbuffered, Python itself does not notice that a write was cut short.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    for arguments in (["list"], ["list", "--json"]):
+        command = subprocess.Popen([sys.executable, "-m", "ckptd", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ)
+        assert command.stdout is not None
+        command.stdout.read(10)
+        command.stdout.close()
+        assert command.stderr is not None
+        assert command.stderr.read() == b""
+        command.stderr.close()
+        assert command.wait(60) == 141
+
+
+def test_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"ckptd {__version__}\n"
