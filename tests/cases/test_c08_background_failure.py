@@ -1,0 +1,57 @@
+"""C08: a background failure is never swallowed: wait, list and the next save tell it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ckptd.errors import WrongPhase
+from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
+from daemons import FAULTY, DaemonProcess
+
+
+def save(daemon: DaemonProcess, step: int) -> None:
+    dcp.save({"t": torch.full((1000,), float(step))}, checkpoint_id=f"step-{step}", storage_writer=DaemonStorageWriter(address=daemon.address))
+
+
+def test_a_denied_upload_is_told_to_wait_list_and_the_next_save(tmp_path: Path) -> None:
+    store, control = tmp_path / "store", tmp_path / "control"
+    with DaemonProcess(f"faulty://{store}", program=FAULTY, env={"FAULTY_CONTROL": str(control)}) as daemon:
+        save(daemon, 10)
+        wait("step-10", address=daemon.address, timeout=60)
+        control.write_text(json.dumps({"raise": "EACCES"}))
+        save(daemon, 20)
+        with pytest.raises(WrongPhase, match=r"step-20.*(denied|Permission)"):
+            wait("step-20", address=daemon.address, timeout=60)
+        line = daemon.list()["step-20"]
+        assert line["state"] == "failed"
+        assert "ermission" in line["reason"] or "denied" in line["reason"]
+        waited = daemon.cli("wait", "step-20", "--timeout", "30s")
+        assert waited.returncode == 1
+        assert "step-20" in waited.stderr
+        control.unlink()
+        with pytest.warns(UserWarning, match="step-20"):
+            save(daemon, 30)
+        wait("step-30", address=daemon.address, timeout=60)
+        listed = daemon.list()
+        assert [listed[f"step-{step}"]["state"] for step in (10, 20, 30)] == ["durable", "failed", "durable"]
+        # What failed is still in memory, so it can still be loaded and even be saved again.
+        loaded = {"t": torch.zeros(1000)}
+        dcp.load(loaded, checkpoint_id="step-20", storage_reader=DaemonStorageReader(address=daemon.address))
+        assert float(loaded["t"][0]) == 20.0
+
+
+def test_a_full_disk_is_retried_until_there_is_room(tmp_path: Path) -> None:
+    store, control = tmp_path / "store", tmp_path / "control"
+    with DaemonProcess(f"faulty://{store}", program=FAULTY, env={"FAULTY_CONTROL": str(control)}) as daemon:
+        control.write_text(json.dumps({"raise": "ENOSPC"}))
+        save(daemon, 10)
+        with pytest.raises(TimeoutError):
+            wait("step-10", address=daemon.address, timeout=2)
+        assert daemon.list()["step-10"]["state"] == "accepted"
+        control.unlink()
+        wait("step-10", address=daemon.address, timeout=60)
+        assert daemon.list()["step-10"]["state"] == "durable"

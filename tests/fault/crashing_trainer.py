@@ -1,0 +1,32 @@
+"""A trainer that is killed by a test: ``python crashing_trainer.py ADDRESS WHEN``.
+
+WHEN is `copying` (saves one after another until it is killed) or `saved` (says so and
+waits to be killed after `dcp.save` has returned).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+import torch.distributed.checkpoint as dcp
+from ckptd_client import DaemonStorageWriter
+
+
+def main() -> None:
+    address, when = sys.argv[1:]
+    state = {f"t{number}": torch.full((1024, 1024), float(number)) for number in range(64)}
+    if when == "copying":
+        writer = DaemonStorageWriter(address=address, durable=False)
+        print("copying", flush=True)
+        for step in range(10_000):
+            dcp.save(state, checkpoint_id=f"copy/step-{step}", storage_writer=writer)
+    writer = DaemonStorageWriter(address=address)
+    dcp.save(state, checkpoint_id="saved/step-1", storage_writer=writer)
+    print("saved", flush=True)
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    main()

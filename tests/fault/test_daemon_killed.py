@@ -1,0 +1,121 @@
+"""SIGKILL of the daemon at any moment: what was accepted comes back, what was not is absent."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
+from daemons import FAULTY, DaemonProcess
+from torch.distributed.checkpoint import CheckpointException
+
+NUMEL = 4 * 1024 * 1024
+
+
+def state(step: int) -> dict[str, object]:
+    """16 MiB whose every value depends on the step, and a small object."""
+    return {"w": torch.arange(NUMEL, dtype=torch.int32) + step, "meta": {"step": step}}
+
+
+def load(daemon: DaemonProcess, id: str) -> int:
+    """Loads, compares every byte, returns the step."""
+    loaded: dict[str, object] = {"w": torch.zeros(NUMEL, dtype=torch.int32), "meta": {"step": -1}}
+    dcp.load(loaded, checkpoint_id=id, storage_reader=DaemonStorageReader(address=daemon.address))
+    step = loaded["meta"]["step"]  # type: ignore[index]
+    assert torch.equal(loaded["w"], torch.arange(NUMEL, dtype=torch.int32) + step)  # type: ignore[arg-type]
+    return int(step)
+
+
+class Saver(threading.Thread):
+    """Saves step after step until a save fails."""
+
+    def __init__(self, daemon: DaemonProcess, first: int) -> None:
+        super().__init__()
+        self.daemon_process = daemon
+        self.step = first
+        self.accepted: list[int] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        writer = DaemonStorageWriter(address=self.daemon_process.address)
+        try:
+            while True:
+                dcp.save(state(self.step), checkpoint_id=f"run/step-{self.step}", storage_writer=writer)
+                self.accepted.append(self.step)
+                self.step += 1
+        except BaseException as exc:
+            self.error = exc
+
+
+@pytest.mark.timeout(300)
+def test_whatever_was_accepted_survives_twenty_kills_at_random_moments(tmp_path: Path) -> None:
+    seed = time.time_ns()
+    print("seed", seed)  # shown if the test fails
+    chance = random.Random(seed)
+    store = tmp_path / "store"
+    last = 0
+    with DaemonProcess(str(store), memory="256MiB") as daemon:
+        for _ in range(20):
+            saver = Saver(daemon, last + 1)
+            saver.start()
+            time.sleep(chance.uniform(0.0, 0.5))
+            daemon.restart()
+            saver.join(60)
+            assert not saver.is_alive()
+            assert isinstance(saver.error, CheckpointException), saver.error
+            newest = max([last, *saver.accepted])
+            listed = daemon.list()
+            if newest:
+                loaded = load(daemon, "run/latest")
+                # One more than was reported may have been accepted: the answer was lost with the daemon.
+                assert newest <= loaded <= newest + 1
+                assert listed[f"run/step-{loaded}"]["state"] in ("accepted", "durable")
+                last = loaded
+            for step in saver.accepted[-3:]:
+                assert load(daemon, f"run/step-{step}") == step
+        for step in range(1, last + 1):
+            wait(f"run/step-{step}", address=daemon.address, timeout=120)
+        assert load(daemon, "run/latest") == last
+    stock: dict[str, object] = {"w": torch.zeros(NUMEL, dtype=torch.int32), "meta": {"step": -1}}
+    dcp.load(stock, storage_reader=dcp.FileSystemReader(store / "run" / f"step-{last}"))
+    assert torch.equal(stock["w"], torch.arange(NUMEL, dtype=torch.int32) + last)  # type: ignore[arg-type]
+
+
+def test_a_kill_at_each_object_of_a_flush_leaves_a_whole_checkpoint_or_none(tmp_path: Path) -> None:
+    """The store stops after k of the three objects (data, manifest, .metadata); then the daemon is killed."""
+    control = tmp_path / "control"
+    for k in range(3):
+        store = tmp_path / f"store-{k}"
+        control.write_text(f'{{"hold_after": {k}}}')
+        with DaemonProcess(f"faulty://{store}", program=FAULTY, env={"FAULTY_CONTROL": str(control)}) as daemon:
+            dcp.save(state(7), checkpoint_id="step-7", storage_writer=DaemonStorageWriter(address=daemon.address))
+            deadline = time.monotonic() + 30
+            while sum(path.is_file() and ".ckptd-" not in str(path) for path in store.rglob("*")) < k:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            time.sleep(0.3)
+            assert not (store / "step-7" / ".metadata").exists()
+            daemon.kill()
+            control.write_text("{}")
+            daemon.start()
+            assert load(daemon, "step-7") == 7
+            wait("step-7", address=daemon.address, timeout=60)
+            stock: dict[str, object] = {"w": torch.zeros(NUMEL, dtype=torch.int32), "meta": {"step": -1}}
+            dcp.load(stock, storage_reader=dcp.FileSystemReader(store / "step-7"))
+            assert torch.equal(stock["w"], torch.arange(NUMEL, dtype=torch.int32) + 7)  # type: ignore[arg-type]
+
+
+def test_a_daemon_killed_after_the_commit_does_not_upload_again(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with DaemonProcess(str(store)) as daemon:
+        dcp.save(state(3), checkpoint_id="step-3", storage_writer=DaemonStorageWriter(address=daemon.address))
+        wait("step-3", address=daemon.address, timeout=60)
+        files = sorted(path.name for path in store.rglob("*"))
+        daemon.restart()
+        assert load(daemon, "latest") == 3
+        assert sorted(path.name for path in store.rglob("*")) == files
