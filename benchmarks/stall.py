@@ -88,7 +88,12 @@ class Ways:
     def in_background(self) -> Callable[[], object]:
         directory = self.scratch / "async"
         future: Any = dcp_async_save(self.state, storage_writer=FileSystemWriter(directory), process_group=self.background)
-        return lambda: (future.result(), self.remove(directory))
+
+        def afterwards() -> None:
+            future.result()
+            self.remove(directory)
+
+        return afterwards
 
     def plan(self) -> Callable[[], object]:
         """What DCP does before a single byte is written; of this rank's part only."""

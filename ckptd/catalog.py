@@ -93,6 +93,11 @@ class Attempt:
         return self.state == Checkpoint.DURABLE or (self.whole and self.state != Checkpoint.ABORTED)
 
 
+def by_rank(receipt: Receipt) -> int:
+    """Shards of a record are in the order of ranks."""
+    return receipt.rank
+
+
 def bound(record: Record) -> list[Receipt]:
     """All that a record binds: the shards, then the metadata pickle."""
     return [*record.shards, record.metadata]
@@ -175,7 +180,7 @@ class Catalog:
     def prepare(self, request: CommitRequest, now_us: int) -> Record:
         """The record that would make these receipts an attempt. Changes nothing."""
         checkpoint = CheckpointId.parse(request.id)
-        receipts: list[Receipt] = [*request.shards, request.metadata]
+        receipts = [*request.shards, request.metadata]
         if not request.shards:
             raise errors.InvalidRequest(f"{checkpoint}: a checkpoint has at least one shard")
         ranks = Counter(receipt.rank for receipt in request.shards)
@@ -204,7 +209,7 @@ class Catalog:
             summary.step = request.step
         return Record(
             summary=summary,
-            shards=sorted(receipts[:-1], key=lambda receipt: receipt.rank),
+            shards=sorted(request.shards, key=by_rank),
             metadata=request.metadata,
             durable=request.durable,
         )
@@ -223,7 +228,7 @@ class Catalog:
                 self.shards[receipt.token] = Shard(receipt.token, checkpoint, receipt.rank, "", metadata, receipt)
         effects: list[Effect] = []
         for older in self._older(attempt):
-            if older.state == Checkpoint.ACCEPTED or older.state == Checkpoint.FAILED:
+            if older.state in (Checkpoint.ACCEPTED, Checkpoint.FAILED):
                 effects += self._end(older, Checkpoint.ABORTED, f"superseded by a newer save of {checkpoint}")
         return effects
 

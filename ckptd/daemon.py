@@ -29,7 +29,7 @@ from ckptd.config import Settings
 from ckptd.fetcher import Fetcher
 from ckptd.flusher import Flusher
 from ckptd.ledger import Ledger
-from ckptd.node import Node, node_name
+from ckptd.node import Node
 from ckptd.restore import Restore
 from ckptd.service import ErrorInterceptor, Service
 from ckptd.store import open_store
@@ -133,6 +133,7 @@ async def probe(loop: asyncio.AbstractEventLoop, threads: ThreadPoolExecutor, ca
 
 
 async def tick(node: Node) -> None:
+    """Lets the node look at its clocks once a second."""
     while True:
         await asyncio.sleep(1.0)
         node.tick()
@@ -160,6 +161,7 @@ def claim_socket(address: str) -> int:
 
 
 def listen(server: grpc.aio.Server, address: str) -> None:
+    """Takes an address, or raises InvalidRequest."""
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as exc:
@@ -169,6 +171,7 @@ def listen(server: grpc.aio.Server, address: str) -> None:
 
 
 def be_nice() -> None:
+    """Lowers this thread's priority; Linux gives each thread its own."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), FLUSH_NICENESS)
 

@@ -77,6 +77,5 @@ class Corrupt(CkptdError):
 
 #: Kind (the name sent in trailing metadata) to class.
 TABLE: dict[str, type[CkptdError]] = {
-    kind.__name__: kind
-    for kind in (InvalidRequest, NotFound, WrongPhase, StoreError, LeaseLost, ArenaFull, Unavailable, Corrupt)
+    kind.__name__: kind for kind in (InvalidRequest, NotFound, WrongPhase, StoreError, LeaseLost, ArenaFull, Unavailable, Corrupt)
 }

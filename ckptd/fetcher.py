@@ -58,6 +58,7 @@ class Cached:
     segment: Segment
     reserved: int = 0
     blocks: dict[Key, asyncio.Future[None]] = field(default_factory=dict)
+    places: dict[Key, StoredBlock] = field(default_factory=dict)
     pins: Counter[Key] = field(default_factory=Counter)
 
     def find(self, items: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> list[StoredBlock]:
@@ -133,6 +134,7 @@ class Fetcher:
                 loop = asyncio.get_running_loop()
                 for block in missing:
                     cached.blocks[block.key] = loop.create_future()
+                    cached.places[block.key] = block
                 # A task of its own: a reader that is cancelled must not fail those who wait for the same blocks.
                 cached.pins.update(block.key for block in missing)
                 task = asyncio.create_task(self._fetch(cached, missing, deadline))
@@ -149,62 +151,66 @@ class Fetcher:
             cached.pins[block.key] -= 1
             if cached.pins[block.key] <= 0:
                 del cached.pins[block.key]
+        if self.arena.waiting:
+            self._give_up_unread()
         self.arena.poke()
 
     async def _fetch(self, cached: Cached, missing: list[StoredBlock], deadline: float | None) -> None:
-        loop = asyncio.get_running_loop()
-        needed = sum(page_up(block.at + block.nbytes) - page_down(block.at) for block in missing)
-        reserved = 0
+        """Fetches the blocks and tells all who wait for them; raises nothing."""
         failure: Exception | None = None
         try:
-            self._give_up_unread(cached, needed)
-            await self.arena.reserve(cached.segment.token, needed, deadline)
-            reserved = needed
-            cached.reserved += reserved
+            await self._read(cached, missing, deadline)
+        except asyncio.CancelledError:
+            failure = errors.Unavailable("the daemon is shutting down")
+        except Exception as exc:  # noqa: BLE001 - whoever waits raises it
+            failure = exc
+        for block in missing:
+            if failure is None:
+                cached.blocks[block.key].set_result(None)
+            else:
+                waiting = cached.blocks.pop(block.key)
+                waiting.set_exception(failure)
+                waiting.exception()  # all who waited may be gone
+        self.release(cached, missing)
+
+    async def _read(self, cached: Cached, missing: list[StoredBlock], deadline: float | None) -> None:
+        needed = sum(page_up(block.at + block.nbytes) - page_down(block.at) for block in missing)
+        reserving = asyncio.create_task(self.arena.reserve(cached.segment.token, needed, deadline))
+        await asyncio.sleep(0)
+        if not reserving.done():
+            self._give_up_unread()
+        await reserving
+        cached.reserved += needed
+        loop = asyncio.get_running_loop()
+        try:
             reads = [
                 loop.run_in_executor(self.threads, read_run, self.store, cached.object_key, cached.codec, cached.segment.path, run)
                 for run in runs(missing)
             ]
-            results = await asyncio.gather(*reads, return_exceptions=True)
-            for result in results:
+            # All of them end before the reservation does, also if one fails.
+            for result in await asyncio.gather(*reads, return_exceptions=True):
                 if isinstance(result, BaseException):
                     raise result
                 self.bytes_from_store += result
-        except (Exception, asyncio.CancelledError) as exc:
-            failure = exc if isinstance(exc, Exception) else errors.Unavailable("the daemon is shutting down")
-        cached.reserved -= reserved
-        self._charge(cached)
-        for block in missing:
-            future = cached.blocks[block.key] if failure is None else cached.blocks.pop(block.key)
-            if failure is None:
-                future.set_result(None)
-            else:
-                future.set_exception(failure)
-                future.exception()  # all who waited may be gone
-        self.release(cached, missing)
+        finally:
+            cached.reserved -= needed
+            self._charge(cached)
 
     def _charge(self, cached: Cached) -> None:
         """Corrects what the segment is charged: what it holds, and what is reserved for fetches under way."""
         segment = cached.segment
         self.arena.charge(segment.token, min(segment.charged, allocated(segment.path) + cached.reserved))
 
-    def _give_up_unread(self, cached: Cached, needed: int) -> None:
-        """If memory is short, frees the blocks of the same shard that nobody reads: it cannot be evicted whole."""
-        if self.arena.used + needed <= self.arena.budget:
-            return
-        idle = [key for key, there in cached.blocks.items() if there.done() and key not in cached.pins]
-        if idle:
-            whole = {block.key: block for block in cached.find(*everything(cached))}
-            for key in idle:
-                punch(cached.segment.path, whole[key].at, whole[key].nbytes)
-                del cached.blocks[key]
-            self._charge(cached)
-
-
-def everything(cached: Cached) -> tuple[list[int], list[int], list[int]]:
-    """Ranges over all items of the shard whole."""
-    table = cached.shard.table
-    return list(range(len(table.items))), [0] * len(table.items), [item.nbytes for item in table.items]
+    def _give_up_unread(self) -> None:
+        """Frees unread blocks of shards of which others are read: such a shard cannot be evicted whole."""
+        for cached in self.cached.values():
+            idle = [key for key, there in cached.blocks.items() if there.done() and key not in cached.pins]
+            if idle and cached.pins:
+                for key in idle:
+                    block = cached.places[key]
+                    punch(cached.segment.path, block.at, block.nbytes)
+                    del cached.blocks[key]
+                self._charge(cached)
 
 
 def runs(blocks: Sequence[StoredBlock]) -> list[list[StoredBlock]]:
@@ -258,10 +264,12 @@ def write_block(fd: int, codec: Codec, stored: memoryview, block: StoredBlock, k
 
 
 def page_down(at: int) -> int:
+    """Where the page of this byte begins."""
     return at // PAGE * PAGE
 
 
 def page_up(at: int) -> int:
+    """Where the page of the byte before this one ends."""
     return -(-at // PAGE) * PAGE
 
 

@@ -93,10 +93,10 @@ def _answer(exc: BaseException | None) -> tuple[str, int] | None:
             status = _number(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
             code = str(response.get("Error", {}).get("Code") or status)
             return code, status or _number(code)
-        status = _number(getattr(exc, "code", None) or getattr(exc, "status", None))
-        if status:
+        if type(exc).__name__ == "HttpError":  # aiohttp's parser has a `code`, too, which is no answer of the service
+            status = _number(getattr(exc, "code", None))
             return str(status), status
-        exc = exc.__cause__ or exc.__context__
+        exc = exc.__cause__
     return None
 
 

@@ -67,9 +67,11 @@ class FsspecStore:
         self._url = _masked(url)
         kind = _filesystem_class(self._scheme, self._url)
         with _as_invalid(self._url):
-            constructor = {**kind._get_kwargs_from_urls(url), **_constructor_options(self._scheme, options or {})}
+            # fsspec's own way from a URL to a file system (url_to_fs) caches instances and expands patterns; these are its parts.
+            from_url = kind._get_kwargs_from_urls(url)  # noqa: SLF001
+            constructor = {**from_url, **_constructor_options(self._scheme, options or {})}
             self._fs: Any = kind(**constructor, use_listings_cache=False, skip_instance_cache=True)
-            self._root = str(kind._strip_protocol(url)).rstrip("/")
+            self._root = str(kind._strip_protocol(url)).rstrip("/")  # noqa: SLF001
         if _EXTRAS.get(self._scheme) == "s3":
             # s3fs tries again around botocore, which tries again, and for reads twice over: 125 times the read timeout.
             self._fs.retries = 1
@@ -196,14 +198,17 @@ class FsspecStore:
         lead = f"{self._root}/"
         with self._translated("cannot list", directory or "the root", missing=StoreError):
             self._fs.invalidate_cache()
-            listed = self._fs.find(top, detail=True).values() if self._scheme in _ATOMIC else self._walk(top, top != self._root)
+            if self._scheme in _ATOMIC:
+                listed = self._fs.find(top, detail=True).values()
+            else:
+                listed = self._walk(top, may_be_missing=top != self._root)
             return [
                 Object(found["name"].removeprefix(lead), int(found["size"] or 0), _modified(found))
                 for found in listed
                 if found["type"] == "file" and found["name"].startswith(lead)
             ]
 
-    def _walk(self, directory: str, may_be_missing: bool) -> Iterator[dict[str, Any]]:
+    def _walk(self, directory: str, *, may_be_missing: bool) -> Iterator[dict[str, Any]]:
         """All files below; fsspec's own walk would leave out the directories that it cannot read."""
         try:
             listed = self._fs.ls(directory, detail=True)
@@ -215,7 +220,7 @@ class FsspecStore:
             if found["name"].rstrip("/") == directory:
                 continue  # some list a file, or the directory itself, as its own content
             if found["type"] == "directory":
-                yield from self._walk(found["name"].rstrip("/"), True)
+                yield from self._walk(found["name"].rstrip("/"), may_be_missing=True)
             else:
                 yield found
 
@@ -257,7 +262,7 @@ def _bounded_call(fs: Any, *arguments: Any, **named: Any) -> Any:
     """s3fs's `call_s3`, but it ends."""
 
     async def call() -> Any:
-        return await asyncio.wait_for(fs._call_s3(*arguments, **named), _REQUEST_SECONDS)
+        return await asyncio.wait_for(fs._call_s3(*arguments, **named), _REQUEST_SECONDS)  # noqa: SLF001 - call_s3 is this, waited for without end
 
     return fsspec.asyn.sync(fs.loop, call)
 

@@ -24,8 +24,6 @@ from ckptd.v1.manifest_pb2 import Manifest, Summary
 #: `save_id` of a checkpoint is the name of its manifest: `<attempt>-<token>.manifest`.
 _SAVE_ID = re.compile(r"([0-9a-f]{24})-[0-9a-f]{16}\.manifest")
 _DATA_FILE = re.compile(r"__\d+_[0-9a-f]{16}\.distcp")
-#: `save_id` stands in the last bytes of `.metadata`.
-_TAIL_NBYTES: Final = 512
 _THREADS: Final = 8
 #: How often a `.metadata` that is replaced while it is read is looked at again.
 _LOOKS: Final = 5
@@ -233,7 +231,7 @@ class Ledger:
             found = files.get(METADATA_NAME)
             if found is None:
                 return None
-            start = max(0, found.nbytes - _TAIL_NBYTES)
+            start = max(0, found.nbytes - metadata.TAIL_NBYTES)
             try:
                 # To the end, wherever that is by now: a tail that ends too early would make ours a stock one.
                 tail = self._store.get(found.key, start)
@@ -297,7 +295,7 @@ def _parallel(call: Callable[[A], B], arguments: Sequence[A]) -> list[B]:
 
 def _save_id(tail: bytes) -> str | None:
     """The name of our manifest at the end of a `.metadata`; None if another wrote it."""
-    found = metadata.save_id(tail[-_TAIL_NBYTES:])
+    found = metadata.save_id(tail[-metadata.TAIL_NBYTES :])
     return found if found is not None and _SAVE_ID.fullmatch(found) else None
 
 

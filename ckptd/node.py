@@ -308,9 +308,7 @@ class Node:
         effects = self.catalog.flushed(attempt.name, stored_bytes)
         if attempt.state == Checkpoint.DURABLE:
             self.arena.move_record(attempt.name, "accepted", "durable")
-        log.info(
-            "durable %s: %d bytes stored of %d, %.2f s", attempt.id, stored_bytes, attempt.record.summary.raw_bytes, seconds
-        )
+        log.info("durable %s: %d bytes stored of %d, %.2f s", attempt.id, stored_bytes, attempt.record.summary.raw_bytes, seconds)
         self._apply(effects)
 
     # -- inside -----------------------------------------------------------------------------

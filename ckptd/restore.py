@@ -9,7 +9,6 @@ attempt sees that attempt and no other. Lives on the loop; never writes to the s
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -23,7 +22,7 @@ from ckptd.ledger import Entry, Ledger, metadata_key
 from ckptd.model import CheckpointId
 from ckptd.node import Node, checkpoint_of
 from ckptd.segment import Segment
-from ckptd.table import read_range, read_table
+from ckptd.table import read_range, read_table, write_range
 from ckptd.v1.daemon_pb2 import Checkpoint
 from ckptd.v1.manifest_pb2 import Manifest, Summary, Tables
 
@@ -135,8 +134,9 @@ class Restore:
         if attempt is not None and (entry is None or attempt.name > order(entry)):
             return checkpoint_of(attempt)
         if entry is None:
-            what = f"no checkpoint {target}" if isinstance(target, CheckpointId) else f"no checkpoint in run {target!r}" if target else "no checkpoint"
-            raise errors.NotFound(f"{what} in {self.fetcher.store.url} or in memory")
+            within = "" if isinstance(target, CheckpointId) or not target else f" in run {target!r}"
+            what = f"no checkpoint {target}" if isinstance(target, CheckpointId) else f"no checkpoint{within}"
+            raise errors.NotFound(f"{what} in {self.fetcher.store.url} or in memory; `ckptd list` shows what is there")
         return await self._readable(entry)
 
     async def checkpoints(self, run: str | None) -> list[Checkpoint]:
@@ -171,8 +171,7 @@ class Restore:
                 line = checkpoint_of(attempt)
             else:
                 entry = await self._ask("find", checkpoint, self.ledger.find)
-                if entry.attempt != name:
-                    raise errors.NotFound(f"{checkpoint} was replaced or deleted since it was resolved: retry the load")
+                check_same(entry, name)
                 line = await self._readable(entry)
             index = await self._index(checkpoint, name, attempt)
         except BaseException:
@@ -203,8 +202,7 @@ class Restore:
 
     async def _read_manifest(self, checkpoint: CheckpointId, name: str) -> Manifest:
         entry = await self._ask("find", checkpoint, self.ledger.find)
-        if entry.attempt != name:
-            raise errors.NotFound(f"{checkpoint} was replaced or deleted since it was resolved: retry the load")
+        check_same(entry, name)
         return await self._run(self.ledger.manifest, entry)
 
     def close(self) -> None:
@@ -239,11 +237,7 @@ class Restore:
             tables = Tables(shards=[shard.table for shard in contents.shards]).SerializeToString()
         deadline = asyncio.get_running_loop().time() + 30.0
         segment = await self.node.arena.allocate(len(pickle) + len(tables), "", metadata=True, deadline=deadline)
-        with open(segment.path, "r+b", buffering=0) as file:
-            for at, data in ((0, pickle), (len(pickle), tables)):
-                view, written = memoryview(data), 0
-                while written < len(view):
-                    written += os.pwrite(file.fileno(), view[written:], at + written)
+        await self._run(write_range, segment.path, 0, pickle + tables)
         self.node.arena.seal(segment.token, len(pickle) + len(tables))
         return Index(self.node.arena.get(segment.token), len(pickle), len(tables))
 
@@ -295,7 +289,7 @@ class Restore:
                 self._asking[key] = task
             else:
                 self._next[key] = task
-        return cast(R, await asyncio.shield(task))
+        return cast("R", await asyncio.shield(task))
 
     async def _ask_after(self, key: tuple[str, object], before: asyncio.Task[object] | None, call: Callable[[T], R], argument: T) -> R:
         task = asyncio.current_task()
@@ -313,7 +307,14 @@ class Restore:
         return await asyncio.get_running_loop().run_in_executor(self.threads, call, *arguments)
 
 
+def check_same(entry: Entry, name: str) -> None:
+    """Raises NotFound unless the store still has the attempt that a reader was told of."""
+    if entry.attempt != name:
+        raise errors.NotFound(f"{entry.id} was saved again since it was resolved: retry the load")
+
+
 def failed(task: asyncio.Task[T]) -> bool:
+    """Whether it ended without a result."""
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 

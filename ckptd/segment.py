@@ -57,8 +57,12 @@ class Segment:
 
 def shown(nbytes: int) -> str:
     """A number of bytes for people."""
-    mebibytes = nbytes / 1024 / 1024
-    return f"{mebibytes:.1f} MiB" if mebibytes < 10240 else f"{mebibytes / 1024:.1f} GiB"
+    size = nbytes / 1024 / 1024
+    for unit in ("MiB", "GiB"):
+        if size < 10240:
+            return f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
 
 
 def rounded(nbytes: int) -> int:

@@ -86,7 +86,7 @@ class Service(DaemonServicer):
         if request.nbytes > arena.budget // 2:
             reply.warning = (
                 f"the shard of rank {request.rank} takes {request.nbytes / 2**20:.0f} MiB of the daemon's {arena.budget / 2**20:.0f} MiB: "
-                "the next save has to wait until this one is durable; a budget of at least twice a save avoids that (`ckptd serve --memory`)"
+                "the next save has to wait until this one is durable; a budget of two saves avoids that (`ckptd serve --memory`)"
             )
         return reply
 
@@ -169,6 +169,7 @@ class Service(DaemonServicer):
 
 
 def describe(segment: Segment) -> pb.Segment:
+    """A segment as the wire shows it."""
     return pb.Segment(token=segment.token, path=str(segment.path), inode=segment.inode, nbytes=segment.nbytes)
 
 
@@ -191,7 +192,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
                 try:
                     async for reply in stream(request, context):
                         yield reply
-                except Exception as exc:
+                except Exception as exc:  # noqa: BLE001 - every error gets its status here
                     await refuse(context, exc, method)
 
             make: Any = grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
@@ -200,7 +201,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         async def unary(request: Any, context: Context) -> Any:
             try:
                 return await handler.unary_unary(request, context)
-            except Exception as exc:
+            except Exception as exc:  # noqa: BLE001 - every error gets its status here
                 await refuse(context, exc, method)
 
         return grpc.unary_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)

@@ -134,12 +134,12 @@ def open_store(url: str, options: Mapping[str, str] | None = None, *, retries: i
         raise InvalidRequest(f"{url!r} names no store: give a directory, or a URL such as s3://bucket/prefix")
     if scheme and not url[len(scheme) :].startswith("://"):
         raise InvalidRequest(f"store {url!r}: write {scheme}://… for a URL, or ./{url} for a directory of that name")
-    if scheme in ("", "file"):
+    if scheme in ("", "file", "local"):
         from ckptd.localstore import LocalStore
 
         if options:
             raise InvalidRequest(f"store {url!r} is a local directory and takes no --store-option ({', '.join(sorted(options))})")
-        path = url.removeprefix(url[: len("file://")]) if scheme else url
+        path = url[len(scheme) + len("://") :] if scheme else url
         if scheme and not path.startswith("/"):
             raise InvalidRequest(f"store {url!r}: a file URL has three slashes, file:///directory")
         store: Store = LocalStore(path)

@@ -32,6 +32,14 @@ def read_range(path: Path, at: int, nbytes: int) -> bytes:
         return read_exactly(segment.fileno(), at, nbytes)
 
 
+def write_range(path: Path, at: int, data: bytes) -> None:
+    """Writes into a segment whose pages are there."""
+    with open(path, "r+b", buffering=0) as segment:
+        view, written = memoryview(data), 0
+        while written < len(view):
+            written += os.pwrite(segment.fileno(), view[written:], at + written)
+
+
 def read_table(path: Path, receipt: Receipt) -> Table:
     """The item table at the tail of a sealed segment, checked against the layout that it must have."""
     return parse_table(read_range(path, receipt.nbytes, receipt.table_nbytes), receipt.nbytes)

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 #: `program` of a daemon that also knows ``faulty://`` stores.
 FAULTY = (str(Path(__file__).with_name("faulty_daemon.py")),)
@@ -41,12 +41,12 @@ class DaemonProcess:
         self.env = {**os.environ, **(env or {})}
         self.process: subprocess.Popen[str] | None = None
 
-    def start(self, *, timeout: float = 60.0) -> DaemonProcess:
+    def start(self, *, timeout: float = 60.0) -> Self:
         """Returns when the daemon has printed its ready line; raises with its log if it ends or is too slow."""
+        where = ["--listen", self.address, "--shm-dir", str(self.shm_dir)]
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *self.program, "serve", "--store", self.store, "--listen", self.address]
-                + ["--shm-dir", str(self.shm_dir), *self.arguments],
+                [sys.executable, *self.program, "serve", "--store", self.store, *where, *self.arguments],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -62,7 +62,10 @@ class DaemonProcess:
                     return self
                 if line == "":
                     break
-        code = self.process.poll()
+        try:
+            code = self.process.wait(2)
+        except subprocess.TimeoutExpired:
+            code = None
         self.kill()
         raise RuntimeError(f"the daemon did not become ready (exit {code}):\n{self.log.read_text()}")
 
@@ -112,12 +115,12 @@ class DaemonProcess:
         self.process = None
         return code
 
-    def restart(self) -> DaemonProcess:
+    def restart(self) -> Self:
         """SIGKILL, then a new daemon on the same socket and shm-dir."""
         self.kill()
         return self.start()
 
-    def __enter__(self) -> DaemonProcess:
+    def __enter__(self) -> Self:
         return self.start() if self.process is None else self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:

@@ -24,7 +24,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 _lock = threading.Lock()
-_appeared = 0
+_appeared: list[str] = []
 
 
 def control() -> dict[str, Any]:
@@ -58,16 +58,15 @@ class FaultyFileSystem(LocalFileSystem):
         return super().ls(path, detail, **kwargs)
 
     def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
-        global _appeared
         counted = not Path(path2).name.startswith(".ckptd-") and ".ckptd-" not in path2
         if counted:
             time.sleep(float(control().get("delay_seconds", 0)))
-            while _appeared >= control().get("hold_after", sys.maxsize):
+            while len(_appeared) >= control().get("hold_after", sys.maxsize):
                 time.sleep(0.02)
         super().mv(path1, path2, **kwargs)
         if counted:
             with _lock:
-                _appeared += 1
+                _appeared.append(path2)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import boto3  # type: ignore[import-untyped]
 import botocore.config  # type: ignore[import-untyped]
@@ -26,7 +26,7 @@ class S3Server:
         self.endpoint = ""
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *, timeout: float = 60.0) -> S3Server:
+    def start(self, *, timeout: float = 60.0) -> Self:
         """Returns when it answers and the bucket is there; raises with its log if it ends or is too slow."""
         with tempfile.TemporaryDirectory(prefix="ckptd-test-") as home:
             path = Path(home) / "log"
@@ -93,7 +93,7 @@ class S3Server:
         """Keys of multipart uploads that were neither completed nor aborted."""
         return [found["Key"] for found in self.client().list_multipart_uploads(Bucket=self.bucket).get("Uploads", [])]
 
-    def __enter__(self) -> S3Server:
+    def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -18,8 +18,22 @@ import os
 # grpc reads it when it is imported: without it a forked child (a DataLoader's worker) may hang.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "1")
 
+from ckptd.errors import ArenaFull, CkptdError, Corrupt, InvalidRequest, LeaseLost, NotFound, StoreError, Unavailable, WrongPhase
 from ckptd_client.reader import DaemonStorageReader
 from ckptd_client.waiting import wait
 from ckptd_client.writer import DaemonStorageWriter
 
-__all__ = ["DaemonStorageReader", "DaemonStorageWriter", "wait"]
+__all__ = [
+    "ArenaFull",
+    "CkptdError",
+    "Corrupt",
+    "DaemonStorageReader",
+    "DaemonStorageWriter",
+    "InvalidRequest",
+    "LeaseLost",
+    "NotFound",
+    "StoreError",
+    "Unavailable",
+    "WrongPhase",
+    "wait",
+]

@@ -45,31 +45,32 @@ _KIND: Final = "ckptd-kind"
 _GONE: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
-class ConnectionLost(Unavailable):
-    """The daemon gave no answer: nobody knows whether it did what was asked. Sent on as Unavailable."""
-
-    #: Whether nobody has been there at all.
-    unanswered = False
-
-    def __reduce__(self) -> tuple[type[Unavailable], tuple[Any, ...]]:
-        # Other ranks and processes need to know one word less.
-        return Unavailable, self.args
-
-
 def rebuild(error: grpc.RpcError, address: str, doing: str) -> CkptdError:
     """The error of ``ckptd.errors`` that a failed call means; to be raised ``from`` it."""
     code, details = cast("Any", error).code(), cast("Any", error).details() or ""
-    for key, value in cast("Any", error).trailing_metadata() or ():
-        if key == _KIND:
-            kind = value.decode() if isinstance(value, bytes) else value
-            if kind in TABLE:
-                return TABLE[kind](details)
+    kind = _kind(error)
+    if kind is not None:
+        return kind(details)
     if code in _GONE:
         how = "took too long" if code is grpc.StatusCode.DEADLINE_EXCEEDED else "went away"
-        return ConnectionLost(f"the ckptd daemon at {address} {how} while it was asked to {doing} ({details or code.name})")
+        return Unavailable(f"the ckptd daemon at {address} {how} while it was asked to {doing} ({details or code.name})")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return InvalidRequest(f"what answers at {address} cannot {doing}: it is no ckptd daemon, or one of another version ({details})")
     return CkptdError(f"the ckptd daemon at {address} failed to {doing}: {code.name if code else 'UNKNOWN'} {details} (its log says more)")
+
+
+def unanswered(error: BaseException) -> bool:
+    """Whether the daemon gave no answer, so that nobody knows whether it did what was asked."""
+    cause = error.__cause__
+    return isinstance(error, Unavailable) and isinstance(cause, grpc.RpcError) and _kind(cause) is None
+
+
+def _kind(error: grpc.RpcError) -> type[CkptdError] | None:
+    """The class that the daemon itself raised."""
+    for key, value in cast("Any", error).trailing_metadata() or ():
+        if key == _KIND:
+            return TABLE.get(value.decode() if isinstance(value, bytes) else value)
+    return None
 
 
 _warned: set[str] = set()
@@ -104,11 +105,8 @@ class Daemon:
             reply = self._stub.Hello(daemon_pb2.HelloRequest(version=__version__), timeout=timeout, wait_for_ready=True)
         except grpc.RpcError as error:
             rebuilt = rebuild(error, self.address, "say hello")
-            if isinstance(rebuilt, ConnectionLost):
-                message = f"no ckptd daemon answers at {self.address}: start one with `ckptd serve`, or set CKPTD_ADDRESS"
-                lost = ConnectionLost(message)
-                lost.unanswered = True
-                raise lost from error
+            if isinstance(rebuilt, Unavailable) and _kind(error) is None:
+                rebuilt = Unavailable(f"no ckptd daemon answers at {self.address}: start one with `ckptd serve`, or set CKPTD_ADDRESS")
             raise rebuilt from error
         if _release(reply.version) != _release(__version__):
             raise WrongPhase(
@@ -149,7 +147,7 @@ class Daemon:
         return cast("daemon_pb2.Checkpoint", self._call("Resolve", request, f"find {request.id!r}", _CALL_SECONDS))
 
     def wait(self, request: daemon_pb2.WaitRequest, seconds: float | None) -> daemon_pb2.Checkpoint:
-        """Returns when a checkpoint is durable; ConnectionLost also when `seconds` have passed."""
+        """Returns when a checkpoint is durable; Unavailable also when `seconds` have passed."""
         return cast("daemon_pb2.Checkpoint", self._call("Wait", request, f"wait for {request.id!r}", seconds))
 
     def load(self, requests: Iterator[daemon_pb2.LoadRequest]) -> Any:

@@ -21,6 +21,7 @@ import grpc
 
 from ckptd.errors import LeaseLost, Unavailable
 from ckptd.v1 import daemon_pb2
+from ckptd_client.forking import Nudge
 from ckptd_client.mapping import Mappings
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Lease:
         self._lock = threading.Lock()
         self._answered = threading.Event()
         self._ended = threading.Event()
+        self._nudge: Nudge | None = Nudge(lambda: stub.Hello.future(daemon_pb2.HelloRequest(), timeout=seconds))
         self._call = stub.Lease(daemon_pb2.LeaseRequest(owner=self.owner, pid=os.getpid()))
         # Daemonic: a process may end while its lease is held; that is what the lease is for.
         threading.Thread(target=self._watch, name="ckptd-lease", daemon=True).start()
@@ -79,6 +81,7 @@ class Lease:
 
     def close(self) -> None:
         """Ends the lease and unmaps everything that is not being copied."""
+        self._nudge = None
         self._call.cancel()
         with self._lock:
             self._mappings.keep_only(list(self._copying))
@@ -90,6 +93,7 @@ class Lease:
         except grpc.RpcError:
             pass  # how it ended is in the call itself; that it ended is all that matters
         finally:
+            self._nudge = None
             self._ended.set()
             self._answered.set()
 

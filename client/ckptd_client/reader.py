@@ -69,9 +69,7 @@ class DaemonStorageReader(StorageReader):
     Every error is one of ``ckptd.errors``, inside the CheckpointException that DCP raises on all ranks.
     """
 
-    def __init__(
-        self, checkpoint_id: str | os.PathLike[str] | None = None, *, address: str | None = None, fallback: bool = False
-    ) -> None:
+    def __init__(self, checkpoint_id: str | os.PathLike[str] | None = None, *, address: str | None = None, fallback: bool = False) -> None:
         super().__init__()
         self._checkpoint_id = checkpoint_id
         self._address = address
@@ -135,7 +133,7 @@ class DaemonStorageReader(StorageReader):
         self._source = (checkpoint_id, attempt)
         return metadata
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - DCP's signature
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's signature
         """Raises what `read_metadata` could not."""
         if isinstance(metadata, _Unread):
             raise metadata.error
@@ -195,9 +193,7 @@ class DaemonStorageReader(StorageReader):
         for number, (part, ranges) in enumerate(parts, start=1):
             yield plans.Read(request, place, part, ranges, last=number == len(parts))
 
-    def _take(
-        self, read: plans.Read, mapping: Mapping, planner: LoadPlanner, targets: dict[int, torch.Tensor]
-    ) -> bytes | None:
+    def _take(self, read: plans.Read, mapping: Mapping, planner: LoadPlanner, targets: dict[int, torch.Tensor]) -> bytes | None:
         """Copies a raw part into its target, or an opaque item's bytes out of the segment."""
         item = read.place.item
         view = mapping.view(item.raw_at, item.nbytes)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptd.errors import LeaseLost
+from ckptd.errors import LeaseLost, Unavailable
 from ckptd.v1 import daemon_pb2, manifest_pb2
 from ckptd_client import transfer
-from ckptd_client.channel import ConnectionLost, Daemon, warn_once
+from ckptd_client.channel import Daemon, unanswered, warn_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,6 +61,7 @@ def _write(
         except BaseException:
             daemon.release(daemon_pb2.ReleaseRequest(owner=lease.owner, token=segment.token))
             raise
-    except (ConnectionLost, LeaseLost):
-        lease.check(grace_seconds=_GRACE_SECONDS)
+    except (Unavailable, LeaseLost) as error:
+        if isinstance(error, LeaseLost) or unanswered(error):
+            lease.check(grace_seconds=_GRACE_SECONDS)
         raise

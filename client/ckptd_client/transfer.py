@@ -81,9 +81,7 @@ def lay_out(items: Sequence[WriteItem], planner: SavePlanner) -> Layout:
     shard = Layout()
     forms: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]], int] = {}
     # DCP's own planner looks tensors up; another may make them up, and then holding them all would be a copy of the state.
-    looks_up = all(
-        getattr(type(planner), name, None) is getattr(DefaultSavePlanner, name) for name in ("resolve_data", "transform_object")
-    )
+    looks_up = all(getattr(type(planner), name, None) is getattr(DefaultSavePlanner, name) for name in ("resolve_data", "transform_object"))
     at = 0
     for write_item in items:
         item = shard.table.items.add(fqn=fqn_bytes(write_item.index.fqn), at=at)
@@ -169,9 +167,7 @@ def move(moves: Sequence[tuple[int, int | bytes, int]]) -> None:
         if isinstance(source, bytes) or nbytes <= _PIECE_NBYTES:
             pieces.append((to, source, nbytes))
         else:
-            pieces.extend(
-                (to + start, source + start, min(_PIECE_NBYTES, nbytes - start)) for start in range(0, nbytes, _PIECE_NBYTES)
-            )
+            pieces.extend((to + start, source + start, min(_PIECE_NBYTES, nbytes - start)) for start in range(0, nbytes, _PIECE_NBYTES))
 
     def drain() -> None:
         while True:

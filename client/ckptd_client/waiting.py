@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from ckptd.errors import Unavailable
 from ckptd.v1 import daemon_pb2
-from ckptd_client.channel import ConnectionLost, connect
+from ckptd_client.channel import connect
 from ckptd_client.names import checked_id
 
 if TYPE_CHECKING:
@@ -44,11 +44,13 @@ def wait(checkpoint_id: str | os.PathLike[str], *, address: str | None = None, t
     until = None if timeout is None else time.monotonic() + timeout
     pause = _FIRST_PAUSE_SECONDS
     while True:
+        reached = False
         try:
             daemon.hello(seconds=_left(until))
+            reached = True
             daemon.wait(daemon_pb2.WaitRequest(id=text, token=_receipts.get((daemon.address, text), "")), _left(until))
         except Unavailable as error:
-            if until is None and isinstance(error, ConnectionLost) and error.unanswered:
+            if until is None and not reached:
                 raise
             if until is not None and time.monotonic() + pause >= until:
                 raise TimeoutError(f"checkpoint {text!r} is not durable after {timeout} s ({error})") from error

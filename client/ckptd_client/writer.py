@@ -22,7 +22,7 @@ from torch.futures import Future
 from ckptd.errors import CkptdError, InvalidRequest, NotFound, Unavailable, WrongPhase
 from ckptd.v1 import daemon_pb2, manifest_pb2
 from ckptd_client import metadata as pickles
-from ckptd_client.channel import ConnectionLost, Daemon, connect, warn_once
+from ckptd_client.channel import Daemon, connect, unanswered, warn_once
 from ckptd_client.names import checked_id, text_of
 from ckptd_client.shard import write_metadata, write_shard
 from ckptd_client.waiting import remember
@@ -101,7 +101,7 @@ class DaemonStorageWriter(StorageWriter):
         """What DCP hands to the planner and puts into the metadata it returns."""
         return StorageMeta(checkpoint_id=text_of(self._save.checkpoint_id))
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - DCP's signature
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's signature
         """Takes the rank; refuses ``use_collectives=False``."""
         if not kwargs.get("use_collectives", True):
             raise InvalidRequest(
@@ -154,7 +154,9 @@ class DaemonStorageWriter(StorageWriter):
         )
         try:
             daemon.commit(request)
-        except ConnectionLost as error:
+        except Unavailable as error:
+            if not unanswered(error):
+                raise
             raise Unavailable(
                 f"outcome unknown: the daemon went away while it accepted {checkpoint_id!r}, which may yet appear; "
                 f"`ckptd list` tells, saving again is safe ({error})"

@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+
 from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
 from daemons import FAULTY, DaemonProcess
 
 
 def save(daemon: DaemonProcess, step: int) -> None:
-    dcp.save({"t": torch.full((1000,), float(step))}, checkpoint_id=f"step-{step}", storage_writer=DaemonStorageWriter(address=daemon.address))
+    dcp.save(
+        {"t": torch.full((1000,), float(step))}, checkpoint_id=f"step-{step}", storage_writer=DaemonStorageWriter(address=daemon.address)
+    )
 
 
 def latest(daemon: DaemonProcess) -> float:

@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+
 from ckptd.errors import WrongPhase
 from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
 from daemons import FAULTY, DaemonProcess
 
 
 def save(daemon: DaemonProcess, step: int) -> None:
-    dcp.save({"t": torch.full((1000,), float(step))}, checkpoint_id=f"step-{step}", storage_writer=DaemonStorageWriter(address=daemon.address))
+    dcp.save(
+        {"t": torch.full((1000,), float(step))}, checkpoint_id=f"step-{step}", storage_writer=DaemonStorageWriter(address=daemon.address)
+    )
 
 
 def test_a_denied_upload_is_told_to_wait_list_and_the_next_save(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+
 from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
 from daemons import DaemonProcess
 
@@ -16,7 +17,11 @@ def test_list_and_latest_are_numeric_and_ignore_strange_names(tmp_path: Path) ->
     store = tmp_path / "store"
     with DaemonProcess(str(store)) as daemon:
         for step in STEPS:
-            dcp.save({"t": torch.tensor([float(step)], dtype=torch.float64)}, checkpoint_id=f"step-{step}", storage_writer=DaemonStorageWriter(address=daemon.address))
+            dcp.save(
+                {"t": torch.tensor([float(step)], dtype=torch.float64)},
+                checkpoint_id=f"step-{step}",
+                storage_writer=DaemonStorageWriter(address=daemon.address),
+            )
         wait(f"step-{STEPS[-1]}", address=daemon.address, timeout=60)
         for name in ("step-abc", "step-10.bak", "step_10", "step--5"):
             (store / name).mkdir()

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from ckptd.errors import TABLE, ArenaFull, CkptdError, InvalidRequest, LeaseLost, NotFound, StoreError, Unavailable, WrongPhase
+from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
 from client.states import assert_equal
 from daemons import DaemonProcess
-from torch.distributed.checkpoint.api import CheckpointException
-
-from ckptd.errors import TABLE, ArenaFull, CkptdError, InvalidRequest, NotFound, StoreError, Unavailable, WrongPhase
-from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
 
 MIB = 1024 * 1024
 STATE = {"x": torch.arange(10)}
@@ -49,7 +51,16 @@ def load_failure(checkpoint_id: Any, **options: Any) -> CkptdError:
 
 
 @pytest.mark.parametrize(
-    "bad", ["", "../x", "a/b/c", "x" * 300, "a b", "latest", "a/latest", "/data/x", Path("/data/x"), "s3://bucket/x", "~/x", None, 5, "a//b", "é"]
+    "bad",
+    [
+        *("", "../x", "a/b/c", "x" * 300, "a b", "latest", "a/latest", "a//b", "\u00e9"),
+        "/data/x",
+        Path("/data/x"),
+        "s3://bucket/x",
+        "~/x",
+        None,
+        5,
+    ],
 )
 def test_a_malformed_id_is_refused_before_anything_happens(daemon: DaemonProcess, bad: Any) -> None:
     error = save_failure(bad, address=daemon.address)
@@ -70,7 +81,20 @@ def test_an_id_may_be_a_relative_path(daemon: DaemonProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", ["", "tcp://localhost:1", "unix:relative", "unix:", "localhost", "localhost:", ":1", "h:99999", "h:0", "http://x", "unix:/" + "x" * 200]
+    "bad",
+    [
+        "",
+        "tcp://localhost:1",
+        "unix:relative",
+        "unix:",
+        "localhost",
+        "localhost:",
+        ":1",
+        "h:99999",
+        "h:0",
+        "http://x",
+        "unix:/" + "x" * 200,
+    ],
 )
 def test_a_malformed_address_says_what_is_allowed(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(save_failure("step-1", address=bad), InvalidRequest)
@@ -88,7 +112,9 @@ def test_the_address_may_come_from_the_environment(daemon: DaemonProcess, monkey
 
 @pytest.mark.parametrize("name", ["CKPTD_CONNECT_TIMEOUT", "CKPTD_SAVE_TIMEOUT"])
 @pytest.mark.parametrize("bad", ["soon", "-1", "0", "nan", "inf", "10s"])
-def test_a_malformed_number_in_the_environment_is_named(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, name: str, bad: str) -> None:
+def test_a_malformed_number_in_the_environment_is_named(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, name: str, bad: str
+) -> None:
     monkeypatch.setenv(name, bad)
     error = save_failure("numbers/step-1", address=daemon.address)
     assert isinstance(error, InvalidRequest)
@@ -142,7 +168,8 @@ def test_no_checkpoint_is_not_found_and_not_another_error(daemon: DaemonProcess)
 
 def test_a_durable_id_is_not_overwritten_unless_asked(daemon: DaemonProcess) -> None:
     def save(value: int, **options: Any) -> None:
-        dcp.save({"x": torch.tensor(value)}, checkpoint_id="again/step-1", storage_writer=DaemonStorageWriter(address=daemon.address, **options))
+        writer = DaemonStorageWriter("again/step-1", address=daemon.address, **options)
+        dcp.save({"x": torch.tensor(value)}, storage_writer=writer)
 
     save(1)
     wait("again/step-1", address=daemon.address, timeout=60)
@@ -200,9 +227,8 @@ def test_planner_data_of_an_unknown_class_is_named_and_can_be_allowed(daemon: Da
             metadata.planner_data = Note("mine")  # type: ignore[assignment]
             return plans, metadata
 
-    dcp.save(
-        STATE, checkpoint_id="note/step-1", storage_writer=DaemonStorageWriter(address=daemon.address), planner=Planner(flatten_state_dict=False)
-    )
+    writer = DaemonStorageWriter("note/step-1", address=daemon.address)
+    dcp.save(STATE, storage_writer=writer, planner=Planner(flatten_state_dict=False))
     error = load_failure("note/step-1", address=daemon.address)
     assert isinstance(error, InvalidRequest)
     assert "Note" in str(error)
@@ -261,6 +287,89 @@ def test_a_store_that_refuses_fails_the_wait_and_warns_the_next_save(tmp_path: P
             wait("run/step-1", address=daemon.address, timeout=60)
         with pytest.warns(UserWarning, match="run/step-1"):
             dcp.save(STATE, checkpoint_id="other/step-1", storage_writer=writer)
+
+
+def test_ranks_that_resolved_different_attempts_are_told_to_retry() -> None:
+    reader = DaemonStorageReader("run/latest")
+    plans = [LoadPlan([], storage_data=("run/step-1", attempt)) for attempt in ("a", "a", "b")]
+    with pytest.raises(WrongPhase, match="retry"):
+        reader.prepare_global_plan(plans)
+    assert reader.prepare_global_plan(plans[:2]) == plans[:2]
+
+
+class Meddling(dcp.DefaultSavePlanner):
+    """A planner that does something in the middle of the copy: it is asked twice, first for the layout."""
+
+    def __init__(self, meddle: Callable[[], object]) -> None:
+        super().__init__()
+        self.meddle = meddle
+        self.asked = 0
+
+    def resolve_data(self, write_item: Any) -> Any:
+        self.asked += 1
+        if self.asked == 2:
+            self.meddle()
+        return super().resolve_data(write_item)
+
+
+def test_an_error_in_the_middle_of_the_copy_gives_the_memory_back(daemon: DaemonProcess) -> None:
+    def fail() -> None:
+        raise OSError(5, "Input/output error")
+
+    for _ in range(5):
+        with pytest.raises(CheckpointException, match="Input/output error"):
+            dcp.save(
+                {"x": torch.zeros(10 * MIB, dtype=torch.uint8)},
+                checkpoint_id="middle/step-1",
+                storage_writer=DaemonStorageWriter(address=daemon.address),
+                planner=Meddling(fail),
+            )
+    status = json.loads(daemon.cli("status", "--json").stdout)
+    assert status["open_shards"] == 0
+    dcp.save({"x": torch.zeros(10 * MIB, dtype=torch.uint8)}, storage_writer=DaemonStorageWriter("middle/step-1", address=daemon.address))
+
+
+def test_a_daemon_that_is_restarted_in_the_middle_of_the_copy_loses_the_save_and_no_other(tmp_path: Path) -> None:
+    with DaemonProcess(str(tmp_path)) as daemon:
+        writer = DaemonStorageWriter(address=daemon.address)
+        dcp.save({"x": torch.ones(10)}, checkpoint_id="step-1", storage_writer=writer)
+        for meddle in (daemon.restart, daemon.kill):
+            error = failure_of(dcp.save, {"x": torch.zeros(10)}, checkpoint_id="step-2", storage_writer=writer, planner=Meddling(meddle))
+            assert isinstance(error, LeaseLost)
+            assert "save again" in str(error)
+        daemon.start()
+        dcp.save({"x": torch.full((10,), 3.0)}, checkpoint_id="step-3", storage_writer=writer)
+        for step, value in ((1, 1.0), (3, 3.0)):
+            state = {"x": torch.zeros(10)}
+            dcp.load(state, storage_reader=DaemonStorageReader(f"step-{step}", address=daemon.address))
+            assert_equal(state, {"x": torch.full((10,), value)})
+        assert isinstance(load_failure("step-2", address=daemon.address), NotFound)
+
+
+def test_a_daemon_that_dies_in_the_middle_of_a_load_fails_the_load_and_the_next_one_works(tmp_path: Path) -> None:
+    class Killing(dcp.DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+            daemon.kill()
+            return cast("torch.Tensor", super().resolve_tensor(read_item))
+
+    with DaemonProcess(str(tmp_path)) as daemon:
+        dcp.save(STATE, checkpoint_id="step-1", storage_writer=DaemonStorageWriter(address=daemon.address))
+        reader = DaemonStorageReader("step-1", address=daemon.address)
+        state = {"x": torch.zeros(10, dtype=torch.int64)}
+        error = failure_of(dcp.load, state, storage_reader=reader, planner=Killing())
+        assert isinstance(error, Unavailable)
+        assert "load 'step-1'" in str(error)
+        daemon.start()
+        dcp.load(state, storage_reader=reader)
+        assert_equal(state, STATE)
+
+
+def test_tags_and_durability_reach_the_daemon(daemon: DaemonProcess) -> None:
+    writer = DaemonStorageWriter("tagged/step-1", address=daemon.address, durable=False, tags={"note": "first \N{SNOWMAN}"})
+    dcp.save(STATE, storage_writer=writer)
+    line = daemon.list()["tagged/step-1"]
+    assert line["tags"] == {"note": "first \N{SNOWMAN}"}
+    assert line["state"] == "accepted"
 
 
 def test_plugins_survive_pickling() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from daemons import DaemonProcess
 
-SCRIPT = '''
+SCRIPT = """
 import os, sys, traceback, warnings
 import torch
 import torch.distributed.checkpoint as dcp
@@ -81,7 +81,7 @@ save(24)
 load(24)
 wait("fork/step-24", timeout=30)
 print("done")
-'''
+"""
 
 
 def test_dataloader_workers_and_calls_from_forked_children(tmp_path: Path) -> None:
@@ -97,3 +97,37 @@ def test_dataloader_workers_and_calls_from_forked_children(tmp_path: Path) -> No
             check=False,
         )
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+FORKS = """
+import os, sys, time
+from ckptd_client.channel import connect
+
+daemon = connect(None)
+daemon.hello()
+lease = daemon.lease()
+started = time.monotonic()
+for _ in range(20):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+assert not lease.lost
+daemon.hello()
+sys.stdout.write(f"{time.monotonic() - started}")
+"""
+
+
+def test_an_open_lease_does_not_make_every_fork_wait_for_grpcs_poll(tmp_path: Path) -> None:
+    with DaemonProcess(str(tmp_path / "store")) as daemon:
+        done = subprocess.run(
+            [sys.executable, "-c", FORKS],
+            env={**daemon.env, "CKPTD_ADDRESS": daemon.address},
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+    # Each fork used to wait for a poll that comes back once a second.
+    assert float(done.stdout) < 10

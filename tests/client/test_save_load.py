@@ -12,21 +12,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from client.conftest import Pair
-from client.states import assert_equal, blank
-from daemons import DaemonProcess
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptd.errors import InvalidRequest
 from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
+from client.pairs import Pair
+from client.states import assert_equal, blank
+from daemons import DaemonProcess
 
 MIB = 1024 * 1024
 
 
-REQUIRED = """
-    bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex32 complex64 complex128
-    float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
-""".split()
+REQUIRED = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+    torch.float4_e2m1fn_x2,
+}
 
 
 def stock_dtypes(directory: Path) -> list[torch.dtype]:
@@ -62,7 +64,7 @@ def everywhere(pair: Pair, checkpoint_id: str, state: dict[str, Any], *, stock: 
 
 def test_every_dtype_and_shape_keeps_its_bits(pair: Pair, tmp_path: Path) -> None:
     dtypes = stock_dtypes(tmp_path)
-    assert {getattr(torch, name) for name in REQUIRED} <= set(dtypes)
+    assert set(dtypes) >= REQUIRED
     shapes = [(), (0,), (7,), (0, 4), (3, 5), (2, 3, 4)]
     state = {f"{dtype}": {str(shape): random_bits(dtype, shape) for shape in shapes} for dtype in dtypes}
     everywhere(pair, "dtypes/step-1", state)
@@ -147,7 +149,8 @@ def test_what_torch_cannot_save_is_named(pair: Pair) -> None:
 
 
 def test_odd_keys_are_only_names(pair: Pair) -> None:
-    keys = ["a/b", "../../etc/passwd", "..", "*", "[a-z]?", "ключ 🔑", "", " ", "k" * 1000, "new\nline", "nul\0", "-", "latest", "%2e%2e", ".metadata"]
+    keys = ["a/b", "../../etc/passwd", "..", "*", "[a-z]?", "\u043a\u043b\u044e\u0447 \U0001f511", "", " ", "k" * 1000]
+    keys += ["new\nline", "nul\0", "-", "latest", "%2e%2e", ".metadata"]
     state = {key: torch.tensor([number]) for number, key in enumerate(keys)}
     state |= {f"{key}#object": number for number, key in enumerate(keys)}
     everywhere(pair, "keys/step-1", state)
@@ -159,8 +162,8 @@ def test_lone_surrogates_in_keys_survive(pair: Pair) -> None:
 
 
 def test_objects_of_all_kinds_round_trip(pair: Pair) -> None:
-    state = {"n": 3, "text": "x", "none": None, "list": [1, 2.5, "c"], "set": {1, 2}, "big": bytes(range(256)) * 4 * 10 * 1024, "nested": {"deep": {"er": (1,)}}}
-    assert len(state["big"]) == 10 * MIB
+    state = {"n": 3, "text": "x", "none": None, "list": [1, 2.5, "c"], "set": {1, 2}, "nested": {"deep": {"er": (1,)}}}
+    state["big"] = bytes(range(256)) * (10 * MIB // 256)
     everywhere(pair, "objects/step-1", state)
 
 
@@ -216,7 +219,7 @@ def test_latest_is_what_was_accepted_last_and_metadata_says_which(pair: Pair) ->
 
 def test_a_planner_that_makes_tensors_up_is_asked_for_them_again(pair: Pair) -> None:
     class Halving(dcp.DefaultSavePlanner):
-        def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002 - DCP's name
+        def transform_object(self, write_item: Any, object: Any) -> Any:
             made = super().transform_object(write_item, object)
             return made / 2 if isinstance(made, torch.Tensor) else made
 

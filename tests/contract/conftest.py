@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
-from ckptd.store import Store, open_store
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+
+from ckptd.store import Store, open_store
 from s3 import S3Server
 
 
@@ -108,7 +109,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     elif request.param == "memory":
         MemoryFileSystem().makedirs(f"/{root}")
         yield Bench("memory", f"memory://{root}", {}, Memory(f"/{root}"))
-        for key in Memory(f"/{root}").keys():
+        for key in {**Memory(f"/{root}").keys()}:
             Memory(f"/{root}").remove(key)
     else:
         server: S3Server = request.getfixturevalue("s3_server")

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
+
 from ckptd.errors import Corrupt, InvalidRequest, NotFound
 from ckptd.store import Store
 
@@ -251,9 +252,9 @@ def test_probe_says_nothing_and_leaves_nothing(bench: Bench, store: Store) -> No
 
 def test_many_threads_may_use_one_store(bench: Bench, store: Store) -> None:
     def work(number: int) -> None:
+        data = pattern(50_000, salt=number)
         for turn in range(3):
             key = f"step-{number}/{turn}"
-            data = pattern(50_000, salt=number)
             store.put(key, lambda: [data[:7], data[7:]])
             assert store.get(key) == data
             assert listed(store, f"step-{number}/")[key] == 50_000

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from ckptd.errors import InvalidRequest, NotFound, StoreError, Unavailable
 from ckptd.localstore import LocalStore
 from ckptd.store import open_store
@@ -165,7 +166,9 @@ def test_links_to_directories_are_followed_and_loops_end(tmp_path: Path) -> None
     assert [found.key for found in LocalStore(root).list()] == ["run/step-1/.metadata"]
 
 
-@pytest.mark.parametrize("make", [str, lambda path: f"file://{path}", lambda path: f"{path}/", lambda path: f"FILE://{path}/./"])
+@pytest.mark.parametrize(
+    "make", [str, lambda path: f"file://{path}", lambda path: f"{path}/", lambda path: f"FILE://{path}/./", lambda path: f"local://{path}"]
+)
 def test_a_directory_may_be_written_as_a_path_or_a_file_url(tmp_path: Path, make) -> None:
     store = open_store(make(tmp_path))
     store.put("a", lambda: [b"1"])

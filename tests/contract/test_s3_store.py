@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+
 from ckptd.errors import CkptdError, Corrupt, InvalidRequest, NotFound, StoreError, Unavailable
 from ckptd.store import Store, open_store
 from s3 import S3Server
@@ -145,7 +146,7 @@ def answering(status: int, body: str, *, code: str = "", length: int | None = No
 
         do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer  # noqa: N815
 
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        def log_message(self, format: str, *args: object) -> None:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -168,7 +169,6 @@ def answering(status: int, body: str, *, code: str = "", length: int | None = No
         (403, "SignatureDoesNotMatch", StoreError, "credentials"),
         (403, "", StoreError, "credentials"),
         (404, "NoSuchBucket", StoreError, "create the bucket"),
-        (301, "PermanentRedirect", StoreError, "region_name"),
         (400, "InvalidRequest", StoreError, ""),
         (501, "NotImplemented", StoreError, ""),
         (400, "ExpiredToken", Unavailable, "expired"),
@@ -183,7 +183,7 @@ def answering(status: int, body: str, *, code: str = "", length: int | None = No
 def test_answers_are_told_as_what_the_caller_should_do(status: int, code: str, kind: type[CkptdError], hint: str) -> None:
     with answering(status, "", code=code) as store:
         for call in (lambda: store.get("a"), lambda: [*store.list()], lambda: store.put("a", lambda: [b"1"]), store.probe):
-            with pytest.raises(kind, match=hint) as caught:
+            with pytest.raises(kind, match=hint or None) as caught:
                 call()
             assert caught.value.__cause__ is not None
             assert "\n" not in str(caught.value)
@@ -242,7 +242,11 @@ def run_python(script: str) -> str:
 
 
 def test_storage_packages_are_imported_when_a_url_asks_for_them() -> None:
-    script = "import sys, ckptd.store, ckptd.ledger; ckptd.store.open_store('/tmp/x'); print([m for m in ('fsspec', 's3fs', 'aiobotocore') if m in sys.modules])"
+    script = (
+        "import sys, ckptd.store, ckptd.ledger\n"
+        "ckptd.store.open_store('/tmp/x')\n"
+        "print([name for name in ('fsspec', 's3fs', 'aiobotocore') if name in sys.modules])"
+    )
     assert run_python(script) == "[]"
 
 

@@ -11,6 +11,7 @@ import time
 
 import torch
 import torch.distributed.checkpoint as dcp
+
 from ckptd_client import DaemonStorageWriter
 
 

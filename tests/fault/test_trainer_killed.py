@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 import torch
 import torch.distributed.checkpoint as dcp
+
 from ckptd.v1.daemon_pb2 import StatusReply, StatusRequest
 from ckptd.v1.daemon_pb2_grpc import DaemonStub
 from ckptd_client import DaemonStorageReader, wait

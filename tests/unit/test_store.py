@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from ckptd.errors import CkptdError, InvalidRequest, NotFound, StoreError, Unavailable
 from ckptd.fsspecstore import part_nbytes
 from ckptd.store import Object, Retrying, Source, is_temporary, open_store, temporary_name
-from hypothesis import given
-from hypothesis import strategies as st
 
 MIB = 1024 * 1024
 

@@ -36,9 +36,6 @@ from ckptd_worker.text import VOCABULARY, corpus, global_batch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Exit status when daemon or store cannot be reached: the same as the CLI's.
-UNREACHABLE = 3
-
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
@@ -100,16 +97,19 @@ def reasons(error: CheckpointException) -> str:
     return "; ".join(dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause in causes))
 
 
-def look_for_checkpoint(run: str) -> str:
-    """Rank 0 asks whether `run` has a checkpoint and tells all: "found", "none", or why that is not known."""
-    answer = ["found"]
+def look_for_checkpoint(run: str) -> tuple[str, int]:
+    """Rank 0 asks whether `run` has a checkpoint and tells all: "found", "none", or why that is not known.
+
+    With it comes the exit status to end with in that last case, which is the CLI's.
+    """
+    answer = [("found", 0)]
     if dist.get_rank() == 0:
         try:
             DaemonStorageReader(f"{run}/latest").read_metadata()
         except NotFound:
-            answer = ["none"]
+            answer = [("none", 0)]
         except Exception as error:  # noqa: BLE001 - whatever it is, it does not mean that there is none
-            answer = [f"{type(error).__name__}: {error}"]
+            answer = [(f"{type(error).__name__}: {error}", getattr(error, "exit_status", 1))]
     dist.broadcast_object_list(answer, src=0)
     return answer[0]
 
@@ -181,7 +181,7 @@ def train(options: argparse.Namespace) -> int:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     text = corpus()
 
-    found = look_for_checkpoint(options.run)
+    found, status = look_for_checkpoint(options.run)
     if found == "none":
         say(f"run {options.run} has no checkpoint: starting afresh at {dist.get_world_size()} workers")
         first = 0
@@ -193,7 +193,7 @@ def train(options: argparse.Namespace) -> int:
             return 1
     else:
         complain(f"cannot tell whether run {options.run} has a checkpoint, so not starting: {found}")
-        return UNREACHABLE
+        return status
 
     saved: list[str] = []
     failed = 0

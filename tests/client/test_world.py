@@ -1,0 +1,61 @@
+"""Many ranks, one daemon: any world and sharding into any other, and errors that reach every rank."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from client.pairs import Pair
+
+PROGRAM = Path(__file__).with_name("world_program.py")
+
+
+def run_world(pair: Pair, size: int, scenario: str, *, seconds: float) -> None:
+    """Runs the program on `size` ranks; fails with what a failing rank said."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), pair.saving.address, pair.other.address, scenario],
+            env={**pair.saving.env, "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    outputs: list[str] = []
+    try:
+        outputs.extend(rank.communicate(timeout=seconds)[0] for rank in ranks)
+    except subprocess.TimeoutExpired:
+        for rank in ranks:
+            rank.kill()
+        said = [rank.communicate()[0][-3000:] for rank in ranks]
+        pytest.fail("a rank did not end:\n" + "\n---\n".join(said))
+    ended_well = [rank.returncode == 0 and "done\n" in output for rank, output in zip(ranks, outputs, strict=True)]
+    failed = {number: output[-6000:] for number, (output, well) in enumerate(zip(outputs, ended_well, strict=True)) if not well}
+    # A rank that only lost its neighbour says nothing of interest.
+    first = {number: output for number, output in failed.items() if "Connection closed by peer" not in output} or failed
+    assert not failed, "\n---\n".join(f"rank {number}:\n{output}" for number, output in first.items())
+
+
+@pytest.mark.timeout(300)
+def test_four_ranks_save_reshard_and_fail_together(pair: Pair) -> None:
+    run_world(pair, 4, "all", seconds=240)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_eight_ranks_save_and_reshard(pair: Pair) -> None:
+    run_world(pair, 8, "eight", seconds=360)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_dcps_background_process_saves_through_the_writer(pair: Pair) -> None:
+    run_world(pair, 2, "process", seconds=180)

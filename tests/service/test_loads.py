@@ -1,0 +1,154 @@
+"""Loads: each byte leaves the store once, only what is needed is read, and damage is never returned as data."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+
+from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
+from daemons import DaemonProcess
+
+NUMEL = 3 * 1024 * 1024
+
+
+def state() -> dict[str, Any]:
+    """Random values, so that what is stored is about as large as what is saved: 4 x 12 MiB."""
+    generator = torch.Generator().manual_seed(3)
+    return {f"t{number}": torch.randn(NUMEL, generator=generator) for number in range(4)}
+
+
+def blank() -> dict[str, Any]:
+    return {key: torch.zeros(NUMEL) for key in state()}
+
+
+def save(store: Path, *arguments: str) -> None:
+    """A checkpoint that is only in the store."""
+    with DaemonProcess(str(store), *arguments) as daemon:
+        dcp.save(state(), checkpoint_id="step-1", storage_writer=DaemonStorageWriter(address=daemon.address))
+        wait("step-1", address=daemon.address, timeout=60)
+
+
+def load(daemon: DaemonProcess, into: dict[str, Any]) -> dict[str, Any]:
+    dcp.load(into, checkpoint_id="step-1", storage_reader=DaemonStorageReader(address=daemon.address))
+    return into
+
+
+def bytes_from(daemon: DaemonProcess) -> dict[str, int]:
+    found: dict[str, int] = json.loads(daemon.cli("status", "--json").stdout)["bytes_from"]
+    return found
+
+
+def equal(found: dict[str, Any]) -> bool:
+    return all(torch.equal(found[key], tensor) for key, tensor in state().items())
+
+
+def test_readers_at_the_same_time_share_one_read_of_the_store(tmp_path: Path) -> None:
+    save(tmp_path / "store")
+    stored = sum(path.stat().st_size for path in (tmp_path / "store").rglob("*.distcp"))
+    with DaemonProcess(str(tmp_path / "store")) as daemon:
+        found = [blank() for _ in range(4)]
+        readers = [threading.Thread(target=load, args=(daemon, into)) for into in found]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        assert all(equal(into) for into in found)
+        assert bytes_from(daemon)["store"] <= 1.05 * stored
+        assert bytes_from(daemon)["memory"] > 0
+
+
+def test_what_memory_holds_is_not_read_from_the_store(tmp_path: Path) -> None:
+    with DaemonProcess(str(tmp_path / "store")) as daemon:
+        dcp.save(state(), checkpoint_id="step-1", storage_writer=DaemonStorageWriter(address=daemon.address))
+        wait("step-1", address=daemon.address, timeout=60)
+        assert equal(load(daemon, blank()))
+        assert bytes_from(daemon) == {"memory": 4 * NUMEL * 4, "peer": 0, "store": 0}
+
+
+def test_a_part_of_the_state_reads_only_its_blocks(tmp_path: Path) -> None:
+    save(tmp_path / "store")
+    stored = sum(path.stat().st_size for path in (tmp_path / "store").rglob("*.distcp"))
+    with DaemonProcess(str(tmp_path / "store")) as daemon:
+        assert torch.equal(load(daemon, {"t2": torch.zeros(NUMEL)})["t2"], state()["t2"])
+        assert bytes_from(daemon)["store"] < stored / 3
+
+
+@pytest.mark.parametrize("codec", ["zstd:1", "none"])
+def test_a_checkpoint_larger_than_the_memory_streams_through(tmp_path: Path, codec: str) -> None:
+    save(tmp_path / "store", "--codec", codec)
+    with DaemonProcess(str(tmp_path / "store"), memory="24MiB") as daemon:
+        found = [blank() for _ in range(2)]
+        readers = [threading.Thread(target=load, args=(daemon, into)) for into in found]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        assert all(equal(into) for into in found)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("pattern", ["*.distcp", "*.manifest", ".metadata"])
+@pytest.mark.parametrize("damage", [flip, truncate, empty, remove])
+def test_damage_is_an_error_that_names_the_object(tmp_path: Path, pattern: str, damage: Callable[[Path], None]) -> None:
+    save(tmp_path / "store")
+    (path,) = (tmp_path / "store").rglob(pattern)
+    damage(path)
+    with DaemonProcess(str(tmp_path / "store")) as daemon:
+        into = blank()
+        with pytest.raises(CheckpointException, match=r"step-1"):
+            load(daemon, into)
+        assert daemon.cli("list").returncode == 0
+        if pattern == "*.manifest":
+            shown = daemon.cli("show", "step-1")
+            assert shown.returncode == 1
+            assert "step-1" in shown.stderr
+        # What is damaged is not touched: the operator may still want it.
+        assert path.exists() == (damage is not remove)
+
+
+def test_two_data_files_in_each_others_place_are_found(tmp_path: Path) -> None:
+    with DaemonProcess(str(tmp_path / "store")) as daemon:
+        for step in (1, 2):
+            dcp.save(
+                {"t": torch.full((NUMEL,), float(step))},
+                checkpoint_id=f"step-{step}",
+                storage_writer=DaemonStorageWriter(address=daemon.address),
+            )
+            wait(f"step-{step}", address=daemon.address, timeout=60)
+    first, second = ((tmp_path / "store" / f"step-{step}").glob("*.distcp") for step in (1, 2))
+    one, two = next(first), next(second)
+    shutil.move(one, tmp_path / "aside")
+    shutil.move(two, one)
+    shutil.move(tmp_path / "aside", two)
+    with DaemonProcess(str(tmp_path / "store")) as daemon:
+        for step in (1, 2):
+            with pytest.raises(CheckpointException, match="distcp"):
+                dcp.load(
+                    {"t": torch.zeros(NUMEL)}, checkpoint_id=f"step-{step}", storage_reader=DaemonStorageReader(address=daemon.address)
+                )

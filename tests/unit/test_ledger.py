@@ -1,0 +1,459 @@
+"""The ledger over real stores: what exists, in which order, and how it comes to exist."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptd import codec, metadata
+from ckptd import manifest as manifests
+from ckptd.errors import Corrupt, InvalidRequest, NotFound, StoreError, Unavailable, WrongPhase
+from ckptd.ledger import Ledger, data_key, manifest_key, metadata_key
+from ckptd.localstore import LocalStore
+from ckptd.model import CheckpointId, mint_attempt, mint_token
+from ckptd.store import Object, Source, Store
+from ckptd.v1.manifest_pb2 import Form, Item, Manifest, Stored, StoredShard, Summary, Table
+
+#: What a trainer's pickle of Metadata looks like from here: some pickle of protocol 2.
+PICKLE = pickle.dumps({"state_dict_metadata": {"weight": None}}, protocol=2)
+BLOCK = 4 * 1024 * 1024
+
+
+def attempt_at(us: int) -> str:
+    return mint_attempt(us, None)
+
+
+def contents(id: CheckpointId, attempt: str, *, tags: dict[str, str] | None = None, nbytes: int = 100) -> Manifest:
+    """An attempt of two ranks: one item on the first, none on the second."""
+    item = Item(fqn=b"weight", offset=[0], has_offset=True, index=0, kind=Item.RAW, at=0, raw_at=64, nbytes=nbytes)
+    table = Table(forms=[Form(pkl=b"pkl", dtype="uint8", shape=[nbytes], strides=[1])], items=[item], end=64 + nbytes + 36)
+    stored = Stored(offset=0, lengths=[table.end], hashes=codec.block_hash(bytes(table.end)))
+    shards = [
+        StoredShard(rank=0, file=f"__0_{mint_token()}.distcp", nbytes=table.end, table=table, stored=[stored]),
+        StoredShard(rank=1, table=Table()),
+    ]
+    summary = Summary(id=str(id), attempt=attempt, accepted_us=int(attempt[:16], 16), world_size=2, raw_bytes=nbytes, codec="none")
+    summary.tags.update(tags or {})
+    return Manifest(summary=summary, shards=shards, block_nbytes=BLOCK)
+
+
+def upload(store: Store, id: CheckpointId, manifest: Manifest) -> None:
+    for shard in manifest.shards:
+        if shard.file:
+            store.put(data_key(id, shard.file), lambda nbytes=shard.nbytes: [bytes(nbytes)])
+
+
+def save(store: Store, name: str, us: int) -> Manifest:
+    """Commits an attempt accepted at `us` microseconds."""
+    id = CheckpointId.parse(name)
+    manifest = contents(id, attempt_at(us))
+    upload(store, id, manifest)
+    Ledger(store).commit(id, manifest, PICKLE)
+    return manifest
+
+
+def save_stock(root: Path, name: str, modified: float = 1.0) -> None:
+    """What stock DCP leaves, seen from outside."""
+    (root / name).mkdir(parents=True)
+    (root / name / "__0_0.distcp").write_bytes(b"12345")
+    (root / name / ".metadata").write_bytes(pickle.dumps({"storage_data": {}, "storage_meta": "save_id"}, protocol=2))
+    os.utime(root / name / ".metadata", (modified, modified))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(root: Path) -> LocalStore:
+    store = LocalStore(root)
+    store.probe()
+    return store
+
+
+@pytest.fixture
+def ledger(store: Store) -> Ledger:
+    return Ledger(store)
+
+
+def names(ledger: Ledger, run: str | None = None) -> list[str]:
+    return [str(entry.id) for entry in ledger.entries(run)]
+
+
+# --- what exists -------------------------------------------------------------------------------------------------
+
+
+def test_a_committed_checkpoint_gives_back_what_was_committed(store: Store, ledger: Ledger) -> None:
+    id = CheckpointId.parse("run-a/step-10")
+    manifest = contents(id, attempt_at(1_000_000), tags={"lr": "0.1"})
+    upload(store, id, manifest)
+    ledger.commit(id, manifest, PICKLE)
+
+    entry = ledger.find(id)
+    assert entry.attempt == manifest.summary.attempt
+    assert entry.save_id is not None
+    assert entry.save_id.startswith(f"{entry.attempt}-")
+    assert entry.accepted_us == 1_000_000
+    assert ledger.manifest(entry) == manifest
+    assert ledger.summary(entry) == manifest.summary
+    assert manifest.summary.stored_bytes == 200
+    assert ledger.metadata_pickle(entry, manifest) == PICKLE
+    assert {found.key for found in store.list()} == {
+        data_key(id, manifest.shards[0].file),
+        manifest_key(id, entry.save_id),
+        metadata_key(id),
+    }
+
+
+def test_metadata_says_what_stock_needs(store: Store, ledger: Ledger) -> None:
+    manifest = save(store, "step-1", 1)
+    data = store.get("step-1/.metadata")
+    assert manifest.metadata_nbytes == len(data)
+    assert data.startswith(PICKLE[:-1])
+    assert metadata.save_id(data[-512:]) == ledger.find(CheckpointId.parse("step-1")).save_id
+
+
+def test_checkpoints_are_listed_by_number_and_strangers_left_out(root: Path, store: Store, ledger: Ledger) -> None:
+    for number, step in enumerate([9, 10, 99, 100, 1000]):
+        save(store, f"step-{step}", number)
+    save(store, "run-b/step-3", 100)
+    save(store, "run-a/step-20", 101)
+    save(store, "run-a/final", 102)
+    for stray in ("step-abc/x", "step-10.bak/x", "step_10/x", "deep/er/still/.metadata", "-x/.metadata", "run-a/latest/.metadata"):
+        store.put(stray, lambda: [b"stray"])
+    (root / "latest").write_text("step-9")
+    (root / ".metadata").write_bytes(b"at the top")
+    assert names(ledger) == [
+        *("step-9", "step-10", "step-99", "step-100", "step-1000"),
+        *("run-a/final", "run-a/step-20", "run-b/step-3"),
+    ]
+    assert names(ledger, "") == ["step-9", "step-10", "step-99", "step-100", "step-1000"]
+    assert names(ledger, "run-a") == ["run-a/final", "run-a/step-20"]
+    assert names(ledger, "run") == []
+    assert str(ledger.latest("").id) == "step-1000"
+
+
+def test_steps_may_be_zero_and_huge(store: Store, ledger: Ledger) -> None:
+    for number, step in enumerate([0, 10**30, 5]):
+        save(store, f"step-{step}", number)
+    assert names(ledger) == ["step-0", "step-5", f"step-{10**30}"]
+
+
+def test_a_run_may_have_the_name_of_a_checkpoint(store: Store, ledger: Ledger) -> None:
+    outer = save(store, "a", 1)
+    save(store, "a/step-1", 2)
+    entry = ledger.find(CheckpointId.parse("a"))
+    assert names(ledger) == ["a", "a/step-1"]
+    assert ledger.manifest(entry) == outer
+    assert names(ledger, "a") == ["a/step-1"]
+
+
+def test_an_empty_store_has_no_checkpoint_and_a_missing_one_is_an_error(ledger: Ledger, tmp_path: Path) -> None:
+    assert ledger.entries() == []
+    with pytest.raises(NotFound, match="step-1"):
+        ledger.find(CheckpointId.parse("step-1"))
+    for run in ("", "run-a"):
+        with pytest.raises(NotFound, match="no checkpoint"):
+            ledger.latest(run)
+    gone = Ledger(LocalStore(tmp_path / "elsewhere"))
+    id = CheckpointId.parse("step-1")
+    calls: list[Callable[[], object]] = [gone.entries, gone.incomplete, lambda: gone.latest(""), lambda: gone.find(id)]
+    for call in calls:
+        with pytest.raises(StoreError):
+            call()
+
+
+def test_latest_is_the_one_accepted_last_so_a_rollback_wins(store: Store, ledger: Ledger) -> None:
+    save(store, "run/step-100", 10)
+    save(store, "run/step-200", 20)
+    save(store, "run/step-150", 30)
+    assert str(ledger.latest("run").id) == "run/step-150"
+    save(store, "other/step-1", 40)
+    assert str(ledger.latest("run").id) == "run/step-150"
+
+
+def test_stock_checkpoints_count_by_step_and_their_newest_by_its_time(root: Path, store: Store, ledger: Ledger) -> None:
+    save_stock(root, "step-9", modified=500.0)
+    save_stock(root, "step-10", modified=100.0)
+    assert str(ledger.latest("").id) == "step-10"
+    save(store, "ours-3", 99_000_000)
+    assert str(ledger.latest("").id) == "step-10"
+    save(store, "ours-2", 101_000_000)
+    assert str(ledger.latest("").id) == "ours-2"
+
+
+def test_a_stock_checkpoint_is_told_by_what_the_listing_knows(root: Path, ledger: Ledger) -> None:
+    save_stock(root, "run/step-7", modified=12.5)
+    entry = ledger.find(CheckpointId.parse("run/step-7"))
+    assert (entry.attempt, entry.save_id) == (None, None)
+    assert ledger.summary(entry) == Summary(id="run/step-7", accepted_us=12_500_000, stored_bytes=5)
+    with pytest.raises(NotFound, match="stock"):
+        ledger.manifest(entry)
+
+
+def test_a_copied_directory_is_a_checkpoint_under_its_new_name(root: Path, store: Store, ledger: Ledger) -> None:
+    save(store, "run-a/step-1", 1)
+    shutil.copytree(root / "run-a", root / "run-b")
+    entry = ledger.find(CheckpointId.parse("run-b/step-1"))
+    assert ledger.summary(entry).id == "run-b/step-1"
+    assert ledger.manifest(entry).summary.id == "run-b/step-1"
+    assert ledger.metadata_pickle(entry, ledger.manifest(entry)) == PICKLE
+
+
+def test_a_summary_longer_than_the_first_read_is_read_again(store: Store, ledger: Ledger) -> None:
+    id = CheckpointId.parse("step-1")
+    manifest = contents(id, attempt_at(1), tags={"long": "x" * (2 * manifests.HEAD_NBYTES)})
+    upload(store, id, manifest)
+    ledger.commit(id, manifest, PICKLE)
+    assert ledger.summary(ledger.find(id)) == manifest.summary
+
+
+def test_summaries_come_in_order_and_damage_hides_no_other(root: Path, store: Store, ledger: Ledger) -> None:
+    for step in range(5):
+        save(store, f"step-{step}", step)
+    entries = ledger.entries()
+    (root / manifest_key(entries[2].id, entries[2].save_id or "")).write_bytes(b"ckptd/1\n")
+    told = ledger.summaries(entries)
+    assert [summary.id for summary in told if isinstance(summary, Summary)] == ["step-0", "step-1", "step-3", "step-4"]
+    assert isinstance(told[2], Corrupt)
+    assert entries[2].save_id is not None
+    assert entries[2].save_id in str(told[2])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: data[:-1], lambda data: data[:50], lambda _: b"", lambda data: bytes([data[0] ^ 1]) + data[1:], None],
+    ids=["short", "shorter", "empty", "flipped", "missing"],
+)
+def test_a_damaged_or_missing_manifest_is_named(root: Path, store: Store, ledger: Ledger, damage: Callable[[bytes], bytes] | None) -> None:
+    save(store, "step-1", 1)
+    entry = ledger.find(CheckpointId.parse("step-1"))
+    path = root / manifest_key(entry.id, entry.save_id or "")
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(Corrupt, match=path.name):
+        ledger.manifest(entry)
+
+
+def test_a_flipped_bit_in_metadata_is_damage_and_names_it(root: Path, store: Store, ledger: Ledger) -> None:
+    manifest = save(store, "step-1", 1)
+    path = root / "step-1" / ".metadata"
+    whole = path.read_bytes()
+    entry = ledger.find(CheckpointId.parse("step-1"))
+    for damaged in (whole[:10] + bytes([whole[10] ^ 4]) + whole[11:], whole[:-1], whole + b"."):
+        path.write_bytes(damaged)
+        with pytest.raises(Corrupt, match=r"step-1/\.metadata"):
+            ledger.metadata_pickle(entry, manifest)
+
+
+def test_a_checkpoint_that_is_saved_again_while_it_is_read_is_no_damage(store: Store, ledger: Ledger) -> None:
+    manifest = save(store, "step-1", 1)
+    entry = ledger.find(CheckpointId.parse("step-1"))
+    save(store, "step-1", 2)
+    with pytest.raises(NotFound, match="again"):
+        ledger.metadata_pickle(entry, manifest)
+
+
+def test_incomplete_saves_are_told_with_how_far_they_got(root: Path, store: Store, ledger: Ledger) -> None:
+    save(store, "run/step-10", 1)
+    uploaded = CheckpointId.parse("run/step-20")
+    upload(store, uploaded, contents(uploaded, attempt_at(2)))
+    save(store, "run/step-30", 3)
+    store.delete(["run/step-30/.metadata"])
+    (root / "stock").mkdir()
+    (root / "stock" / "__0_0.distcp").write_bytes(b"not of ours")
+    (root / "mine").mkdir()
+    (root / "mine" / "notes.txt").write_bytes(b"")
+    told = dict(ledger.incomplete())
+    assert {str(id) for id in told} == {"run/step-20", "run/step-30"}
+    assert "1 data file and no manifest" in told[uploaded]
+    assert ".metadata is not" in told[CheckpointId.parse("run/step-30")]
+    assert names(ledger) == ["run/step-10"]
+
+
+# --- how it comes to exist ---------------------------------------------------------------------------------------
+
+
+class Recording:
+    """A store that keeps the order of puts, and may fail at the n-th one, before or after it took effect."""
+
+    def __init__(self, store: Store, *, fail_at: int = -1, after: bool = False) -> None:
+        self._store = store
+        self._fail_at = fail_at
+        self._after = after
+        self.puts: list[str] = []
+        self.before_get: Callable[[str], None] = lambda _: None
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None) -> int:
+        self.puts.append(key)
+        fails = len(self.puts) - 1 == self._fail_at
+        if fails and not self._after:
+            raise Unavailable("told to fail")
+        nbytes = self._store.put(key, source, nbytes_hint=nbytes_hint)
+        if fails:
+            raise Unavailable("told to fail, but it is done")
+        return nbytes
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        self.before_get(key)
+        return self._store.get(key, start, end)
+
+    def list(self, prefix: str = "") -> Iterator[Object]:
+        return self._store.list(prefix)
+
+    def delete(self, keys) -> None:
+        raise AssertionError("a ledger deletes nothing")
+
+    def probe(self) -> None:
+        self._store.probe()
+
+
+def test_metadata_is_put_last_and_the_manifest_before_it(store: Store) -> None:
+    recording = Recording(store)
+    id = CheckpointId.parse("step-1")
+    manifest = contents(id, attempt_at(1))
+    upload(store, id, manifest)
+    Ledger(recording).commit(id, manifest, PICKLE)
+    first, last = recording.puts
+    assert first.startswith(f"step-1/.ckptd/{manifest.summary.attempt}-")
+    assert last == "step-1/.metadata"
+
+
+@pytest.mark.parametrize(("fail_at", "after"), [*itertools.product([0, 1], [False, True])])
+def test_a_commit_that_fails_is_there_whole_or_not_at_all_and_can_be_tried_again(store: Store, fail_at: int, after: bool) -> None:
+    id = CheckpointId.parse("step-1")
+    old = save(store, "step-1", 1)
+    manifest = contents(id, attempt_at(2))
+    upload(store, id, manifest)
+    with pytest.raises(Unavailable):
+        Ledger(Recording(store, fail_at=fail_at, after=after)).commit(id, manifest, PICKLE)
+    ledger = Ledger(store)
+    there = ledger.manifest(ledger.find(id))
+    assert there == (manifest if (fail_at, after) == (1, True) else old)
+    again = Manifest(summary=manifest.summary, shards=manifest.shards, block_nbytes=BLOCK)
+    ledger.commit(id, again, PICKLE)
+    entry = ledger.find(id)
+    assert entry.attempt == manifest.summary.attempt
+    assert ledger.metadata_pickle(entry, ledger.manifest(entry)) == PICKLE
+
+
+def test_committing_what_is_durable_does_nothing(store: Store) -> None:
+    id = CheckpointId.parse("step-1")
+    manifest = save(store, "step-1", 1)
+    before = {found.key: found for found in store.list()}
+    recording = Recording(store)
+    Ledger(recording).commit(id, manifest, PICKLE)
+    assert recording.puts == []
+    assert {found.key: found for found in store.list()} == before
+
+
+def test_an_older_attempt_never_replaces_a_newer_one(store: Store, ledger: Ledger) -> None:
+    newer = save(store, "step-1", 2)
+    id = CheckpointId.parse("step-1")
+    older = contents(id, attempt_at(1))
+    upload(store, id, older)
+    recording = Recording(store)
+    with pytest.raises(WrongPhase, match=f"superseded by attempt {newer.summary.attempt}"):
+        Ledger(recording).commit(id, older, PICKLE)
+    assert recording.puts == []
+    assert ledger.find(id).attempt == newer.summary.attempt
+
+
+def test_an_attempt_that_is_superseded_between_its_puts_stops(store: Store, ledger: Ledger) -> None:
+    id = CheckpointId.parse("step-1")
+    older = contents(id, attempt_at(1))
+    upload(store, id, older)
+
+    class Overtaken(Recording):
+        def put(self, key: str, source: Source, *, nbytes_hint: int | None = None) -> int:
+            nbytes = super().put(key, source, nbytes_hint=nbytes_hint)
+            save(store, "step-1", 2)
+            return nbytes
+
+    overtaken = Overtaken(store)
+    with pytest.raises(WrongPhase, match="superseded"):
+        Ledger(overtaken).commit(id, older, PICKLE)
+    assert len(overtaken.puts) == 1
+    assert ledger.find(id).accepted_us == 2
+
+
+def test_a_newer_attempt_and_a_stock_checkpoint_are_replaced(root: Path, store: Store, ledger: Ledger) -> None:
+    save(store, "step-1", 1)
+    newer = save(store, "step-1", 2)
+    assert ledger.find(CheckpointId.parse("step-1")).attempt == newer.summary.attempt
+    save_stock(root, "step-2", modified=9e9)
+    ours = save(store, "step-2", 3)
+    assert ledger.find(CheckpointId.parse("step-2")).attempt == ours.summary.attempt
+
+
+@pytest.mark.parametrize(("present", "kind"), [(None, NotFound), (199, Corrupt), (201, Corrupt), (0, Corrupt)])
+def test_nothing_is_committed_over_a_data_file_that_is_not_there_whole(
+    store: Store, ledger: Ledger, present: int | None, kind: type[Exception]
+) -> None:
+    id = CheckpointId.parse("step-1")
+    manifest = contents(id, attempt_at(1))
+    key = data_key(id, manifest.shards[0].file)
+    if present is not None:
+        store.put(key, lambda: [bytes(present)])
+    with pytest.raises(kind, match=key):
+        ledger.commit(id, manifest, PICKLE)
+    assert names(ledger) == []
+
+
+@pytest.mark.parametrize("attempt", ["", "1", "z" * 24, "../../../../../../../../x"])
+def test_an_attempt_that_names_no_manifest_is_refused_before_anything_is_put(store: Store, attempt: str) -> None:
+    id = CheckpointId.parse("step-1")
+    manifest = contents(id, attempt_at(1))
+    manifest.summary.attempt = attempt
+    upload(store, id, manifest)
+    recording = Recording(store)
+    with pytest.raises(InvalidRequest):
+        Ledger(recording).commit(id, manifest, PICKLE)
+    assert recording.puts == []
+
+
+def test_a_checkpoint_without_any_item_can_be_committed(ledger: Ledger) -> None:
+    id = CheckpointId.parse("step-0")
+    summary = Summary(id="step-0", attempt=attempt_at(1), codec="zstd:1")
+    manifest = Manifest(summary=summary, shards=[StoredShard(table=Table())], block_nbytes=BLOCK)
+    ledger.commit(id, manifest, PICKLE)
+    assert ledger.manifest(ledger.find(id)) == manifest
+
+
+def test_a_tail_that_is_replaced_while_it_is_read_is_looked_at_again(store: Store) -> None:
+    save(store, "step-1", 1)
+    recording = Recording(store)
+    newer: list[Manifest] = []
+
+    def replace(_: str) -> None:
+        recording.before_get = lambda _: None
+        id = CheckpointId.parse("step-1")
+        manifest = contents(id, attempt_at(2))
+        upload(store, id, manifest)
+        Ledger(store).commit(id, manifest, pickle.dumps({"state_dict_metadata": {"longer": "x" * 2000}}, protocol=2))
+        newer.append(manifest)
+
+    recording.before_get = replace
+    entry = Ledger(recording).find(CheckpointId.parse("step-1"))
+    assert entry.attempt == newer[0].summary.attempt
+    assert entry.metadata.nbytes == newer[0].metadata_nbytes
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_listed_is_left_out(store: Store) -> None:
+    save(store, "step-1", 1)
+    recording = Recording(store)
+    recording.before_get = lambda key: store.delete([key])
+    assert Ledger(recording).entries() == []
