@@ -93,11 +93,6 @@ class Attempt:
         return self.state == Checkpoint.DURABLE or (self.whole and self.state != Checkpoint.ABORTED)
 
 
-def by_rank(receipt: Receipt) -> int:
-    """Shards of a record are in the order of ranks."""
-    return receipt.rank
-
-
 def bound(record: Record) -> list[Receipt]:
     """All that a record binds: the shards, then the metadata pickle."""
     return [*record.shards, record.metadata]
@@ -207,9 +202,11 @@ class Catalog:
         )
         if request.HasField("step"):
             summary.step = request.step
+        shards = list(request.shards)
+        shards.sort(key=lambda receipt: receipt.rank)
         return Record(
             summary=summary,
-            shards=sorted(request.shards, key=by_rank),
+            shards=shards,
             metadata=request.metadata,
             durable=request.durable,
         )
