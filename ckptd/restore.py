@@ -108,29 +108,19 @@ class Restore:
 
     async def resolve(self, target: CheckpointId | str) -> Checkpoint:
         """The attempt that an id, or the newest of a run (given by its name), means now."""
-        if isinstance(target, CheckpointId):
-            try:
+        before = self._pending()
+        entry: Entry | None
+        try:
+            if isinstance(target, CheckpointId):
                 entry = await self._ask("find", target, self.ledger.find)
-            except errors.NotFound:
-                entry = None
-            except errors.Unavailable:
-                attempt = self.node.catalog.newest_of(target)
-                if attempt is None or not attempt.whole:
-                    raise
-                return checkpoint_of(attempt)  # all of it is here; the store is not needed
-            attempt = self.node.catalog.newest_of(target)
-        else:
-            try:
+            else:
                 entry = await self._ask("latest", target, self.ledger.latest)
-            except errors.NotFound:
-                entry = None
-            except errors.Unavailable as exc:
-                here = self.node.catalog.latest(target)
-                hint = f"; memory holds {here.id}: load it by its id if you know that it is the newest" if here is not None else ""
-                raise errors.Unavailable(f"the newest checkpoint is not known while the store cannot be read: {exc}{hint}") from exc
-            attempt = self._newest_not_durable(target, entry)
-        if attempt is not None and attempt.state == Checkpoint.DURABLE:
-            attempt = None  # the store decides what is durable; memory may hold what was deleted there
+        except errors.NotFound:
+            entry = None
+        except errors.Unavailable as exc:
+            return self._without_store(target, exc)
+        meant = [a for a in self._pending(before) if (a.id == target if isinstance(target, CheckpointId) else a.id.run == target)]
+        attempt = max(meant, key=lambda attempt: attempt.name, default=None)
         if attempt is not None and (entry is None or attempt.name > order(entry)):
             return checkpoint_of(attempt)
         if entry is None:
@@ -141,14 +131,14 @@ class Restore:
 
     async def checkpoints(self, run: str | None) -> list[Checkpoint]:
         """One per id, by run, step and name: the newest restorable attempt, or why there is none."""
+        before = self._pending()
         entries = await self._ask("entries", run, self.ledger.entries)
         incomplete = await self._ask("incomplete", None, lambda _: self.ledger.incomplete())
         lines = {entry.id: line for entry, line in zip(entries, await self._durable(entries), strict=True)}
         orders = {entry.id: order(entry) for entry in entries}
-        for attempt in sorted(self.node.catalog.attempts.values(), key=lambda a: (a.restorable, a.name)):
-            wanted = run is None or attempt.id.run == run
-            shown = attempt.restorable or (attempt.ended and attempt.state != Checkpoint.ABORTED and attempt.id not in lines)
-            if wanted and shown and attempt.state != Checkpoint.DURABLE and attempt.name > orders.get(attempt.id, ""):
+        ended = [a for a in self.node.catalog.attempts.values() if a.ended and a.state != Checkpoint.ABORTED and a.id not in lines]
+        for attempt in sorted([*ended, *self._pending(before)], key=lambda a: (a.restorable, a.name)):
+            if (run is None or attempt.id.run == run) and attempt.name > orders.get(attempt.id, ""):
                 lines[attempt.id] = checkpoint_of(attempt)
         for checkpoint, reason in incomplete:
             if checkpoint not in lines and (run is None or checkpoint.run == run):
@@ -250,9 +240,25 @@ class Restore:
             if task.done() and not failed(task) and task.result().segment.token == token:
                 del self._indexes[name]
 
-    def _newest_not_durable(self, run: str, entry: Entry | None) -> Attempt | None:
-        candidates = [a for a in self.node.catalog.attempts.values() if a.id.run == run and a.restorable and a.state != Checkpoint.DURABLE]
-        return max(candidates, key=lambda attempt: attempt.name, default=None)
+    def _pending(self, before: Sequence[Attempt] = ()) -> list[Attempt]:
+        """Restorable attempts that the store need not have: what is durable, the store decides, not memory.
+
+        `before`: those of a moment ago. One that has become durable since may be missing from an answer
+        that the store gave meanwhile, and counts still.
+        """
+        now = [a for a in self.node.catalog.attempts.values() if a.restorable and a.state != Checkpoint.DURABLE]
+        return [*now, *(attempt for attempt in before if attempt.restorable and attempt not in now)]
+
+    def _without_store(self, target: CheckpointId | str, error: errors.Unavailable) -> Checkpoint:
+        """What can be said while the store cannot be read: an id that memory holds whole, and nothing about the newest."""
+        if isinstance(target, CheckpointId):
+            attempt = self.node.catalog.newest_of(target)
+            if attempt is None or not attempt.whole:
+                raise error
+            return checkpoint_of(attempt)
+        here = self.node.catalog.latest(target)
+        hint = f"; memory holds {here.id}: load it by its id if you know that it is the newest" if here is not None else ""
+        raise errors.Unavailable(f"the newest checkpoint is not known while the store cannot be read: {error}{hint}") from error
 
     async def _readable(self, entry: Entry) -> Checkpoint:
         """One durable checkpoint. Raises Corrupt if not even its summary can be read."""

@@ -12,22 +12,25 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import cache
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: The first nudge comes this long after the fork has begun, each later one after twice the pause before.
-_FIRST_PAUSE_SECONDS: Final = 0.001
-_LONGEST_PAUSE_SECONDS: Final = 0.25
+#: The nudge comes this long after the fork has begun: gRPC has begun to wait by then.
+_PAUSE_SECONDS: Final = 0.001
+#: Another one, if the fork still waits. Not soon: no call should be on its way when the fork happens.
+_LONG_PAUSE_SECONDS: Final = 0.2
 
 
 class Nudge:
-    """Something that makes an event arrive on a channel; used while this object lives."""
+    """Something that makes an event arrive on a channel that has been used already; done while this object lives."""
 
     def __init__(self, arrive: Callable[[], object]) -> None:
         self.arrive = arrive
+        _register()
         _watch.add(self)
 
 
@@ -59,14 +62,20 @@ class _Watch:
     def _run(self) -> None:
         while True:
             self._forking.wait()
-            pause, answers = _FIRST_PAUSE_SECONDS, []
+            pause, answers = _PAUSE_SECONDS, []
             # The answers are held: a call that is dropped is cancelled from this thread, in the middle of the fork.
             while self._forking.is_set() and not self._done.wait(pause):
                 answers.extend([nudge.arrive() for nudge in list(self._nudges)])
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                pause = _LONG_PAUSE_SECONDS
 
 
 _watch = _Watch()
+
+
+@cache
+def _register() -> None:
+    # Not at import: what is registered last runs first, and gRPC registers itself, and waits, with its first channel.
+    os.register_at_fork(before=_begin, after_in_parent=_end, after_in_child=_start_anew)
 
 
 def _begin() -> None:
@@ -80,6 +89,3 @@ def _end() -> None:
 def _start_anew() -> None:
     global _watch  # noqa: PLW0603 - the parent's thread may have held its locks, and is not here
     _watch = _Watch()
-
-
-os.register_at_fork(before=_begin, after_in_parent=_end, after_in_child=_start_anew)

@@ -43,8 +43,11 @@ class Lease:
         self._ended = threading.Event()
         self._nudge: Nudge | None = Nudge(lambda: stub.Hello.future(daemon_pb2.HelloRequest(), timeout=seconds))
         self._call = stub.Lease(daemon_pb2.LeaseRequest(owner=self.owner, pid=os.getpid()))
-        # Daemonic: a process may end while its lease is held; that is what the lease is for.
-        threading.Thread(target=self._watch, name="ckptd-lease", daemon=True).start()
+        if not self._call.add_callback(self._end):
+            self._end()
+        # Only the first word is read by a thread. One that waited for more would take gRPC's lock of this call now and then,
+        # and a child that is forked in that moment waits for it for ever.
+        threading.Thread(target=self._read_first, name="ckptd-lease", daemon=True).start()
         answered = self._answered.wait(seconds)
         if not answered or self._ended.is_set():
             self._call.cancel()
@@ -86,16 +89,17 @@ class Lease:
         with self._lock:
             self._mappings.keep_only(list(self._copying))
 
-    def _watch(self) -> None:
+    def _read_first(self) -> None:
         try:
-            for _ in self._call:
-                self._answered.set()
-        except grpc.RpcError:
-            pass  # how it ended is in the call itself; that it ended is all that matters
-        finally:
-            self._nudge = None
-            self._ended.set()
-            self._answered.set()
+            next(self._call)
+        except (grpc.RpcError, StopIteration):
+            self._ended.set()  # how it ended is in the call itself
+        self._answered.set()
+
+    def _end(self) -> None:
+        self._nudge = None
+        self._ended.set()
+        self._answered.set()
 
     def _why(self) -> str:
         return cast("str", self._call.details() or self._call.code().name)

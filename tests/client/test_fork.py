@@ -100,21 +100,20 @@ def test_dataloader_workers_and_calls_from_forked_children(tmp_path: Path) -> No
 
 
 FORKS = """
-import os, sys, time
+import os, sys
 from ckptd_client.channel import connect
 
 daemon = connect(None)
 daemon.hello()
 lease = daemon.lease()
-started = time.monotonic()
-for _ in range(20):
+for _ in range(200):
     pid = os.fork()
     if pid == 0:
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
 assert not lease.lost
 daemon.hello()
-sys.stdout.write(f"{time.monotonic() - started}")
+sys.stdout.write("done")
 """
 
 
@@ -125,9 +124,7 @@ def test_an_open_lease_does_not_make_every_fork_wait_for_grpcs_poll(tmp_path: Pa
             env={**daemon.env, "CKPTD_ADDRESS": daemon.address},
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=90,  # the poll comes back once a second
             check=False,
         )
-    assert (done.returncode, done.stderr) == (0, "")
-    # Each fork used to wait for a poll that comes back once a second.
-    assert float(done.stdout) < 10
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done", "")
