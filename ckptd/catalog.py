@@ -13,89 +13,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 from ckptd import errors
+from ckptd.attempt import Attempt, Drop, Effect, Forget, Shard, StopFlush, bound, victims
 from ckptd.model import CheckpointId, mint_attempt
 from ckptd.v1.daemon_pb2 import Checkpoint, CommitRequest
 from ckptd.v1.manifest_pb2 import Receipt, Record, Summary
 
 #: How many ended attempts are remembered for `list` and `wait`.
 REMEMBERED = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """The segment's bytes are not needed any more."""
-
-    token: str
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """The attempt's commit record is not needed any more."""
-
-    attempt: str
-
-
-@dataclass(frozen=True, slots=True)
-class StopFlush:
-    """Making the attempt durable has become pointless."""
-
-    attempt: str
-
-
-Effect = Drop | Forget | StopFlush
-
-
-@dataclass(slots=True)
-class Shard:
-    """One segment with a meaning: the shard, or the metadata pickle, of one save of `id`."""
-
-    token: str
-    id: CheckpointId
-    rank: int
-    owner: str
-    metadata: bool
-    receipt: Receipt | None = None
-    sealed_at: float = 0.0
-
-
-@dataclass(slots=True)
-class Attempt:
-    """One accepted save and what is still here of it."""
-
-    record: Record
-    id: CheckpointId
-    state: Checkpoint.State
-    reason: str = ""
-    held: set[str] = field(default_factory=set)
-
-    @property
-    def name(self) -> str:
-        return self.record.summary.attempt
-
-    @property
-    def tokens(self) -> list[str]:
-        return [receipt.token for receipt in bound(self.record)]
-
-    @property
-    def whole(self) -> bool:
-        """Every byte is in this node's memory."""
-        return len(self.held) == len(self.record.shards) + 1
-
-    @property
-    def ended(self) -> bool:
-        return self.state in (Checkpoint.FAILED, Checkpoint.ABORTED, Checkpoint.LOST)
-
-    @property
-    def restorable(self) -> bool:
-        return self.state == Checkpoint.DURABLE or (self.whole and self.state != Checkpoint.ABORTED)
-
-
-def bound(record: Record) -> list[Receipt]:
-    """All that a record binds: the shards, then the metadata pickle."""
-    return [*record.shards, record.metadata]
 
 
 class Catalog:
@@ -279,35 +205,8 @@ class Catalog:
         return self._let_go(attempt) if attempt is not None and attempt.state == Checkpoint.ABORTED else []
 
     def victims(self) -> Iterator[tuple[str, bool]]:
-        """Tokens in the order in which they may be lost.
-
-        True marks what should go only if nothing else makes room: the newest durable checkpoint of a
-        run, and what failed to become durable, because its only copy is here.
-        """
-        free = [attempt for attempt in self.attempts.values() if attempt.held and not self.pins[attempt.name]]
-        ended = [attempt for attempt in free if attempt.ended]
-        durable = {a.name for a in self.attempts.values() if a.state == Checkpoint.DURABLE}
-        newest_durable: dict[str, str] = {}
-        newest_accepted: dict[str, str] = {}
-        for attempt in self.attempts.values():
-            if not attempt.ended:
-                newest_accepted[attempt.id.run] = max(attempt.name, newest_accepted.get(attempt.id.run, ""))
-            if attempt.name in durable:
-                newest_durable[attempt.id.run] = max(attempt.name, newest_durable.get(attempt.id.run, ""))
-        outrun = [
-            attempt
-            for attempt in free
-            if attempt.state == Checkpoint.ACCEPTED
-            and (
-                attempt.name < newest_durable.get(attempt.id.run, "")
-                or (not attempt.record.durable and attempt.name < newest_accepted[attempt.id.run])
-            )
-        ]
-        cached = sorted((a for a in free if a.name in durable), key=lambda a: (a.name in newest_durable.values(), a.name))
-        for attempt in (*ended, *sorted(outrun, key=lambda a: a.name), *cached):
-            precious = attempt.name == newest_durable.get(attempt.id.run) or (attempt.state == Checkpoint.FAILED and attempt.whole)
-            for token in sorted(attempt.held):
-                yield token, precious
+        """Tokens in the order in which they may be lost; see `attempt.victims`."""
+        return victims(self.attempts.values(), self.pins.keys())
 
     def evicted(self, token: str) -> list[Effect]:
         """The arena has taken the segment's memory."""

@@ -1,9 +1,9 @@
-"""One node's saves: arena, catalog and flush queue held together.
+"""One node's saves: arena, catalogue and backlog held together.
 
-Events of trainers go to the catalog; the effects that come back are carried out here.
+Events of trainers go to the catalogue; the effects that come back are carried out here.
 Promises: an attempt is accepted only after its commit record is written; what is accepted
-is flushed until it is durable, superseded or hopeless; a failure is kept for whoever waits
-and told to the next save. Lives on the loop; blocking work goes to threads.
+survives this process; a failure is kept for whoever waits and told to the next save.
+Lives on the loop; blocking work goes to threads.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
-import secrets
-import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
@@ -23,18 +20,18 @@ from google.protobuf.message import DecodeError
 
 from ckptd import errors
 from ckptd.arena import Arena
-from ckptd.catalog import Attempt, Catalog, Drop, Effect, Forget, StopFlush, bound
-from ckptd.flusher import Flusher, Stopped
+from ckptd.attempt import Attempt, Drop, Effect, Forget, StopFlush, bound
+from ckptd.backlog import Backlog
+from ckptd.catalog import Catalog
+from ckptd.flusher import Flusher
 from ckptd.ledger import Ledger
-from ckptd.model import CheckpointId
+from ckptd.model import CheckpointId, mint_token
 from ckptd.segment import Segment
 from ckptd.table import parse_table, read_range
 from ckptd.v1.daemon_pb2 import Checkpoint, CommitRequest
-from ckptd.v1.manifest_pb2 import Receipt, Record, StoredShard
+from ckptd.v1.manifest_pb2 import Receipt, Record
 
 log = logging.getLogger(__name__)
-#: Longest pause between two tries to make an attempt durable.
-BACKOFF_SECONDS = 60.0
 #: How long a first save of a run waits to learn the newest attempt that the store has.
 LEARN_SECONDS = 5.0
 
@@ -54,17 +51,15 @@ class Node:
         threads: Executor,
     ) -> None:
         self.arena = Arena(shm_dir, memory, victims=self._victims, evicted=self._evicted)
-        self.name = node_name(shm_dir, secrets.token_hex(8))
+        self.name = node_name(shm_dir, mint_token())
         self.catalog = Catalog(self.name, open_timeout_seconds=open_timeout_seconds, codec=codec)
+        self.backlog = Backlog(self.catalog, self.arena, ledger, flusher, threads, self._apply)
         self.ledger = ledger
-        self.flusher = flusher
         self.threads = threads
         self.draining = False
         #: Other rooms' segments that may be lost, and who must be told: (victims, evicted).
         self.caches: list[tuple[Callable[[], Iterable[str]], Callable[[str], None]]] = []
         self._changed = asyncio.Event()
-        self._stops: dict[str, tuple[threading.Event, asyncio.Event]] = {}
-        self._recovered: set[str] = set()
         self._learning: dict[str, asyncio.Task[None]] = {}
 
     # -- start ------------------------------------------------------------------------------
@@ -98,7 +93,7 @@ class Node:
             for token in gone:
                 self._apply(self.catalog.evicted(token))
             if not durable:
-                self._recovered.add(name)
+                self.backlog.recovered.add(name)
                 log.info("re-adopted %s (%d bytes), not durable yet", record.summary.id, record.summary.raw_bytes)
 
     # -- calls of trainers ------------------------------------------------------------------
@@ -211,27 +206,21 @@ class Node:
             if attempt is None:
                 await changed.wait()
             else:
-                await self._flush(attempt)
+                await self.backlog.flush(attempt)
                 self._notify()
-
-    @property
-    def flushing(self) -> bool:
-        """Something accepted is still on its way to the store."""
-        return self.catalog.to_flush() is not None or bool(self._stops)
 
     async def drain(self, grace_seconds: float) -> None:
         """Accepts nothing new; returns when all is durable or the grace is over. Then flushes are told to stop."""
         self.draining = True
         self._notify()
         deadline = time.monotonic() + grace_seconds
-        while self.flushing and time.monotonic() < deadline:
+        while self.backlog.busy and time.monotonic() < deadline:
             changed = self._changed
             try:
                 await asyncio.wait_for(changed.wait(), deadline - time.monotonic())
             except TimeoutError:
                 break
-        for name in list(self._stops):
-            self._stop(name)
+        self.backlog.stop_all()
 
     def close(self) -> None:
         """Unlinks everything but what is accepted and not durable: that waits for the next daemon."""
@@ -247,69 +236,6 @@ class Node:
         for token in [token for token in self.catalog.shards if token not in kept]:
             self.arena.drop(token)
         self.arena.close()
-
-    async def _flush(self, attempt: Attempt) -> None:
-        name, checkpoint = attempt.name, attempt.id
-        stops = self._stops[name] = threading.Event(), asyncio.Event()
-        self.catalog.pin(name)
-        paths = {token: self.arena.get(token).path for token in attempt.tokens}
-        done: dict[str, StoredShard] = {}
-        tries = 0
-        started = time.monotonic()
-        loop = asyncio.get_running_loop()
-        try:
-            while not stops[0].is_set():
-                try:
-                    stored = await loop.run_in_executor(self.threads, self._flush_once, attempt, paths, done, stops[0])
-                except Stopped:
-                    return
-                except (errors.Unavailable, errors.NotFound, errors.Corrupt) as exc:
-                    if not isinstance(exc, errors.Unavailable):
-                        done.clear()  # a file that was put is not there any more, or not whole: put all again
-                    tries += 1
-                    pause = random.uniform(0.5, 1.0) * min(BACKOFF_SECONDS, 0.25 * 2.0**tries)
-                    log.warning("flush of %s failed, try %d, again in %.1f s: %s", checkpoint, tries, pause, exc)
-                    self.catalog.warning = f"checkpoint {checkpoint} is not durable yet, {tries} tries failed: {exc}"
-                    try:
-                        await asyncio.wait_for(stops[1].wait(), pause)
-                    except TimeoutError:
-                        continue
-                    return
-                except errors.WrongPhase as exc:
-                    log.warning("flush of %s ended: %s", checkpoint, exc)
-                    self._apply(self.catalog.aborted(name, str(exc)))
-                    return
-                except errors.CkptdError as exc:
-                    log.error("checkpoint %s cannot be made durable: %s", checkpoint, exc)  # noqa: TRY400 - the message says all
-                    self.catalog.failed(name, str(exc))
-                    return
-                except Exception as exc:
-                    log.exception("checkpoint %s cannot be made durable", checkpoint)
-                    self.catalog.failed(name, f"{type(exc).__name__}: {exc}")
-                    return
-                self._durable(attempt, stored, time.monotonic() - started)
-                return
-        finally:
-            del self._stops[name]
-            self._apply(self.catalog.unpin(name))
-
-    def _flush_once(self, attempt: Attempt, paths: dict[str, Path], done: dict[str, StoredShard], stop: threading.Event) -> int:
-        """In a thread: one try. Returns the stored bytes."""
-        if attempt.name in self._recovered:  # the daemon may have died between .metadata and its note of it
-            try:
-                entry = self.ledger.find(attempt.id)
-                if entry.attempt == attempt.name:
-                    return self.ledger.summary(entry).stored_bytes
-            except errors.NotFound:
-                pass
-        return self.flusher.flush(attempt.record, paths, done, stop).summary.stored_bytes
-
-    def _durable(self, attempt: Attempt, stored_bytes: int, seconds: float) -> None:
-        effects = self.catalog.flushed(attempt.name, stored_bytes)
-        if attempt.state == Checkpoint.DURABLE:
-            self.arena.move_record(attempt.name, "accepted", "durable")
-        log.info("durable %s: %d bytes stored of %d, %.2f s", attempt.id, stored_bytes, attempt.record.summary.raw_bytes, seconds)
-        self._apply(effects)
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -345,15 +271,9 @@ class Node:
                 case Forget(attempt):
                     self.arena.drop_record(attempt)
                 case StopFlush(attempt):
-                    self._stop(attempt)
+                    self.backlog.stop(attempt)
         self.arena.poke()
         self._notify()
-
-    def _stop(self, name: str) -> None:
-        if name in self._stops:
-            in_thread, on_loop = self._stops[name]
-            in_thread.set()
-            on_loop.set()
 
     def _notify(self) -> None:
         self._changed.set()

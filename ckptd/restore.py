@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 from ckptd import errors
-from ckptd.catalog import Attempt
+from ckptd.attempt import Attempt
 from ckptd.fetcher import Cached, Fetcher, StoredBlock
 from ckptd.ledger import Entry, Ledger, metadata_key
 from ckptd.model import CheckpointId

@@ -168,12 +168,10 @@ class WaitRequest(_message.Message):
     def __init__(self, id: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
 
 class ResolveRequest(_message.Message):
-    __slots__ = ("id", "fallback")
+    __slots__ = ("id",)
     ID_FIELD_NUMBER: _ClassVar[int]
-    FALLBACK_FIELD_NUMBER: _ClassVar[int]
     id: str
-    fallback: bool
-    def __init__(self, id: _Optional[str] = ..., fallback: bool = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
     __slots__ = ("open", "want", "copied")

@@ -64,16 +64,17 @@ class DaemonStorageReader(StorageReader):
 
     checkpoint_id: an id, ``latest`` or ``<run>/latest``; DCP's own argument overrides it.
     address: ``unix:/path`` or ``HOST:PORT``; default ``CKPTD_ADDRESS``, then the node's own daemon.
-    fallback: True lets the daemon go back to an older checkpoint if this one is damaged.
+    fallback: only False so far: a damaged checkpoint is an error, whoever wants an older one names it.
 
     Every error is one of ``ckptd.errors``, inside the CheckpointException that DCP raises on all ranks.
     """
 
     def __init__(self, checkpoint_id: str | os.PathLike[str] | None = None, *, address: str | None = None, fallback: bool = False) -> None:
         super().__init__()
+        if fallback:
+            raise InvalidRequest("this version never goes back to an older checkpoint by itself: load it by its id (`ckptd list`)")
         self._checkpoint_id = checkpoint_id
         self._address = address
-        self._fallback = fallback
         self._forget()
 
     @property
@@ -115,7 +116,7 @@ class DaemonStorageReader(StorageReader):
         target = checked_target(self._checkpoint_id)
         daemon = connect(self._address)
         self._limit = plans.batch_limit(daemon.hello().memory)
-        found = daemon.resolve(daemon_pb2.ResolveRequest(id=target, fallback=self._fallback))
+        found = daemon.resolve(daemon_pb2.ResolveRequest(id=target))
         checkpoint_id, attempt = found.summary.id, found.summary.attempt
         if found.stock:
             raise WrongPhase(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ckptd import errors
-from ckptd.catalog import Catalog, Drop, Forget, StopFlush
+from ckptd.attempt import Drop, Forget, StopFlush
+from ckptd.catalog import Catalog
 from ckptd.model import CheckpointId
 from ckptd.v1.daemon_pb2 import Checkpoint, CommitRequest
 from ckptd.v1.manifest_pb2 import Receipt, Record

@@ -1,0 +1,119 @@
+"""Shards and attempts as the catalogue keeps them, its effects, and who loses memory first.
+
+Values and pure functions; who changes them is the catalogue alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from ckptd.model import CheckpointId
+from ckptd.v1.daemon_pb2 import Checkpoint
+from ckptd.v1.manifest_pb2 import Receipt, Record
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The segment's bytes are not needed any more."""
+
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The attempt's commit record is not needed any more."""
+
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopFlush:
+    """Making the attempt durable has become pointless."""
+
+    attempt: str
+
+
+Effect = Drop | Forget | StopFlush
+
+
+@dataclass(slots=True)
+class Shard:
+    """One segment with a meaning: the shard, or the metadata pickle, of one save of `id`."""
+
+    token: str
+    id: CheckpointId
+    rank: int
+    owner: str
+    metadata: bool
+    receipt: Receipt | None = None
+    sealed_at: float = 0.0
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One accepted save and what is still here of it."""
+
+    record: Record
+    id: CheckpointId
+    state: Checkpoint.State
+    reason: str = ""
+    held: set[str] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return self.record.summary.attempt
+
+    @property
+    def tokens(self) -> list[str]:
+        return [receipt.token for receipt in bound(self.record)]
+
+    @property
+    def whole(self) -> bool:
+        """Every byte is in this node's memory."""
+        return len(self.held) == len(self.record.shards) + 1
+
+    @property
+    def ended(self) -> bool:
+        return self.state in (Checkpoint.FAILED, Checkpoint.ABORTED, Checkpoint.LOST)
+
+    @property
+    def restorable(self) -> bool:
+        return self.state == Checkpoint.DURABLE or (self.whole and self.state != Checkpoint.ABORTED)
+
+
+def bound(record: Record) -> list[Receipt]:
+    """All that a record binds: the shards, then the metadata pickle."""
+    return [*record.shards, record.metadata]
+
+
+def victims(attempts: Collection[Attempt], pinned: Collection[str]) -> Iterator[tuple[str, bool]]:
+    """Tokens in the order in which they may be lost.
+
+    True marks what should go only if nothing else makes room: the newest durable checkpoint of a
+    run, and what failed to become durable, because its only copy is here.
+    """
+    newest_durable: dict[str, str] = {}
+    newest_accepted: dict[str, str] = {}
+    for attempt in attempts:
+        run = attempt.id.run
+        if not attempt.ended:
+            newest_accepted[run] = max(attempt.name, newest_accepted.get(run, ""))
+        if attempt.state == Checkpoint.DURABLE:
+            newest_durable[run] = max(attempt.name, newest_durable.get(run, ""))
+
+    def outrun(attempt: Attempt) -> bool:
+        run = attempt.id.run
+        if attempt.state != Checkpoint.ACCEPTED:
+            return False
+        return attempt.name < newest_durable.get(run, "") or (not attempt.record.durable and attempt.name < newest_accepted[run])
+
+    def newest(attempt: Attempt) -> bool:
+        return attempt.name == newest_durable.get(attempt.id.run)
+
+    free = sorted((a for a in attempts if a.held and a.name not in pinned), key=lambda attempt: attempt.name)
+    durable = sorted((a for a in free if a.state == Checkpoint.DURABLE), key=newest)
+    for attempt in (*(a for a in free if a.ended), *(a for a in free if outrun(a)), *durable):
+        precious = newest(attempt) or (attempt.state == Checkpoint.FAILED and attempt.whole)
+        for token in sorted(attempt.held):
+            yield token, precious
