@@ -28,7 +28,7 @@ def serving(servicer: daemon_pb2_grpc.DaemonServicer) -> Iterator[Daemon]:
         yield daemon
     finally:
         daemon.close()
-        server.stop(None).wait()
+        server.stop(1.0).wait()
 
 
 class Saying(daemon_pb2_grpc.DaemonServicer):
