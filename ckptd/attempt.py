@@ -46,6 +46,7 @@ class Shard:
     rank: int
     owner: str
     metadata: bool
+    opened_at: float
     receipt: Receipt | None = None
     sealed_at: float = 0.0
 

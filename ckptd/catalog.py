@@ -60,8 +60,16 @@ class Catalog:
         stale = [s.token for s in self._unbound(checkpoint) if s.rank == rank and not s.metadata and s.receipt is not None]
         return [self._drop_shard(token) for token in stale]
 
-    def opened(self, token: str, checkpoint: CheckpointId, rank: int, owner: str, *, metadata: bool) -> None:
-        self.shards[token] = Shard(token, checkpoint, rank, owner, metadata)
+    def opened(self, token: str, checkpoint: CheckpointId, rank: int, owner: str, now: float, *, metadata: bool) -> None:
+        self.shards[token] = Shard(token, checkpoint, rank, owner, metadata, now)
+
+    def opened_before(self, moment: float) -> list[str]:
+        """Unsealed shards that were opened before: their writers should have them mapped by now."""
+        return [shard.token for shard in self.shards.values() if shard.receipt is None and shard.opened_at < moment]
+
+    def abandoned(self, token: str) -> list[Effect]:
+        """Nobody writes the unsealed shard any more, whatever its lease says (a forked child can keep that alive)."""
+        return [self._drop_shard(token)]
 
     def open_shard(self, token: str, owner: str) -> Shard:
         """The unsealed shard that `owner` writes; LeaseLost if it is not the owner's any more."""
@@ -148,7 +156,7 @@ class Catalog:
         for receipt in bound(record):
             if receipt.token not in self.shards:  # re-adopted after a restart
                 metadata = receipt.token == record.metadata.token
-                self.shards[receipt.token] = Shard(receipt.token, checkpoint, receipt.rank, "", metadata, receipt)
+                self.shards[receipt.token] = Shard(receipt.token, checkpoint, receipt.rank, "", metadata, 0.0, receipt)
         effects: list[Effect] = []
         for older in self._older(attempt):
             if older.state in (Checkpoint.ACCEPTED, Checkpoint.FAILED):

@@ -26,12 +26,14 @@ from ckptd.catalog import Catalog
 from ckptd.flusher import Flusher
 from ckptd.ledger import Ledger
 from ckptd.model import CheckpointId, mint_token
-from ckptd.segment import Segment
+from ckptd.segment import Segment, is_mapped
 from ckptd.table import parse_table, read_range
 from ckptd.v1.daemon_pb2 import Checkpoint, CommitRequest
 from ckptd.v1.manifest_pb2 import Receipt, Record
 
 log = logging.getLogger(__name__)
+#: A segment that nobody maps so long after it was given out has no writer any more.
+MAPPED_SECONDS = 10.0
 #: How long a first save of a run waits to learn the newest attempt that the store has.
 LEARN_SECONDS = 5.0
 
@@ -120,7 +122,7 @@ class Node:
         if not self.catalog.leases[owner]:
             self.arena.drop(segment.token)
             raise errors.LeaseLost("the connection to the daemon broke while this save waited for memory: save again")
-        self.catalog.opened(segment.token, checkpoint, rank, owner, metadata=metadata)
+        self.catalog.opened(segment.token, checkpoint, rank, owner, time.monotonic(), metadata=metadata)
         return segment
 
     async def seal(self, owner: str, token: str, nbytes: int, table_nbytes: int) -> Receipt:
@@ -195,8 +197,12 @@ class Node:
     # -- background -------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Once a second: what nobody bound in time goes."""
-        self._apply(self.catalog.expire(time.monotonic()))
+        """Once a second: what nobody bound in time goes, and what a writer left without a word."""
+        now = time.monotonic()
+        for token in self.catalog.opened_before(now - MAPPED_SECONDS):
+            if not is_mapped(self.arena.get(token).path):
+                self._apply(self.catalog.abandoned(token))
+        self._apply(self.catalog.expire(now))
 
     async def flush_forever(self) -> None:
         """Makes accepted attempts durable, oldest first."""

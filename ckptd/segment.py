@@ -128,6 +128,18 @@ def take_over(path: Path, inode: int, target: Path) -> bool:
         os.close(fd)
 
 
+def is_mapped(path: Path) -> bool:
+    """Whether any process maps the segment; True if that cannot be told."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return True
+    try:
+        return not _lock(fd)
+    finally:
+        os.close(fd)
+
+
 def remove(path: Path) -> None:
     """Unlinks a segment and frees its memory now, even if a process still maps it.
 

@@ -26,7 +26,7 @@ class Driver:
     def open(self, id: str, rank: int, *, metadata: bool = False, owner: str = "trainer") -> str:
         self.serial += 1
         token = f"{self.serial:016x}"
-        self.catalog.opened(token, CheckpointId.parse(id), rank, owner, metadata=metadata)
+        self.catalog.opened(token, CheckpointId.parse(id), rank, owner, 0.0, metadata=metadata)
         return token
 
     def seal(self, token: str, now: float = 0.0) -> Receipt:

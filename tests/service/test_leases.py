@@ -1,0 +1,50 @@
+"""Leases and unsealed segments, with a client that misbehaves."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from ckptd.v1 import daemon_pb2 as pb
+from ckptd.v1.daemon_pb2_grpc import DaemonStub
+from ckptd_client.mapping import open_mapping
+from daemons import DaemonProcess
+
+
+def test_an_unsealed_segment_that_nobody_maps_goes_although_its_lease_lives(tmp_path: Path) -> None:
+    with DaemonProcess(str(tmp_path / "store")) as daemon, grpc.insecure_channel(daemon.address) as channel:
+        stub = DaemonStub(channel)
+        lease = stub.Lease(pb.LeaseRequest(owner="a", pid=1))
+        next(iter(lease))
+        mapped, forgotten = (stub.Allocate(pb.AllocateRequest(owner="a", id=f"step-{step}", nbytes=100), timeout=30) for step in (1, 2))
+        mapping = open_mapping(mapped.path, mapped.inode, mapped.nbytes, writable=True)
+        deadline = time.monotonic() + 60
+        while stub.Status(pb.StatusRequest(), timeout=10).open_shards > 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        time.sleep(2.0)
+        left = stub.Status(pb.StatusRequest(), timeout=10)
+        assert (left.open_shards, left.leases) == (1, 1)
+        assert Path(mapped.path).exists()
+        assert not Path(forgotten.path).exists()
+        with pytest.raises(grpc.RpcError, match="save again"):
+            stub.Seal(pb.SealRequest(owner="a", token=forgotten.token, nbytes=0), timeout=10)
+        mapping.close()
+        lease.cancel()
+
+
+def test_a_lease_belongs_to_its_owner(tmp_path: Path) -> None:
+    with DaemonProcess(str(tmp_path / "store")) as daemon, grpc.insecure_channel(daemon.address) as channel:
+        stub = DaemonStub(channel)
+        with pytest.raises(grpc.RpcError, match="no lease"):
+            stub.Allocate(pb.AllocateRequest(owner="nobody", id="step-1", nbytes=100), timeout=30)
+        lease = stub.Lease(pb.LeaseRequest(owner="a", pid=1))
+        next(iter(lease))
+        segment = stub.Allocate(pb.AllocateRequest(owner="a", id="step-1", nbytes=100), timeout=30)
+        for owner in ("b", ""):
+            with pytest.raises(grpc.RpcError, match="no longer holds"):
+                stub.Seal(pb.SealRequest(owner=owner, token=segment.token, nbytes=0), timeout=10)
+        lease.cancel()
