@@ -36,6 +36,7 @@ class Catalog:
         self.bound: dict[str, str] = {}
         self.leases: Counter[str] = Counter()
         self.pins: Counter[str] = Counter()
+        self.waiting: Counter[CheckpointId] = Counter()
         self.newest: dict[str, str] = {}
         self.warning = ""
 
@@ -55,10 +56,22 @@ class Catalog:
 
     # -- a save -----------------------------------------------------------------------------
 
-    def restarted(self, checkpoint: CheckpointId, rank: int) -> list[Effect]:
-        """The rank starts this id again: what it sealed for it and nobody bound is dropped."""
-        stale = [s.token for s in self._unbound(checkpoint) if s.rank == rank and not s.metadata and s.receipt is not None]
+    def restarted(self, checkpoint: CheckpointId, rank: int, owner: str) -> list[Effect]:
+        """The rank starts this id again: what it, or a process that is gone, sealed for it and nobody bound is dropped."""
+        stale = [
+            shard.token
+            for shard in self._unbound(checkpoint)
+            if shard.rank == rank
+            and not shard.metadata
+            and shard.receipt is not None
+            and (shard.owner == owner or not self.leases[shard.owner])
+        ]
         return [self._drop_shard(token) for token in stale]
+
+    def waits(self, checkpoint: CheckpointId, change: int) -> None:
+        """A rank begins (1) or ends (-1) to wait for memory: for `expire` it writes already."""
+        self.waiting[checkpoint] += change
+        self.waiting += Counter()  # forgets those that nobody waits for
 
     def opened(self, token: str, checkpoint: CheckpointId, rank: int, owner: str, now: float, *, metadata: bool) -> None:
         self.shards[token] = Shard(token, checkpoint, rank, owner, metadata, now)
@@ -97,7 +110,7 @@ class Catalog:
         effects: list[Effect] = []
         for checkpoint in {shard.id for shard in self.shards.values() if self.holder(shard.token) is None}:
             unbound = self._unbound(checkpoint)
-            if any(shard.receipt is None and self.leases[shard.owner] > 0 for shard in unbound):
+            if self.waiting[checkpoint] or any(shard.receipt is None and self.leases[shard.owner] > 0 for shard in unbound):
                 for shard in unbound:
                     shard.sealed_at = now
                 continue
@@ -122,9 +135,21 @@ class Catalog:
             )
         for receipt in receipts:
             shard = self.shards.get(receipt.token)
-            if shard is None or shard.receipt != receipt or shard.id != checkpoint or self.holder(receipt.token):
-                what = "the metadata" if receipt is receipts[-1] else f"the shard of rank {receipt.rank}"
-                raise errors.LeaseLost(f"{checkpoint}: the daemon no longer holds {what} (restarted meanwhile?): save again")
+            what = "the metadata" if receipt is receipts[-1] else f"the shard of rank {receipt.rank}"
+            if shard is None or shard.receipt != receipt or self.holder(receipt.token):
+                raise errors.LeaseLost(
+                    f"{checkpoint}: the daemon no longer holds {what}: it was restarted, another process saved the same id at the same "
+                    f"time, or the last rank sealed more than {self.open_timeout_seconds:g} s after the first (--open-timeout): save again"
+                )
+            if shard.id != checkpoint:
+                raise errors.InvalidRequest(f"{what} was saved as {shard.id}, the save is of {checkpoint}: give all ranks the same id")
+        if not request.durable and any(
+            a.state == Checkpoint.ACCEPTED and a.record.durable and a.id == checkpoint for a in self.attempts.values()
+        ):
+            raise errors.WrongPhase(
+                f"{checkpoint}: an earlier save of this id is on its way to the store, and one with durable=False would stop it: "
+                "wait for it, or choose another id"
+            )
         summary = Summary(
             id=str(checkpoint),
             attempt=mint_attempt(now_us, self.newest.get(checkpoint.run)),
@@ -143,6 +168,7 @@ class Catalog:
             shards=shards,
             metadata=request.metadata,
             durable=request.durable,
+            only_new=request.only_new,
         )
 
     def accept(self, record: Record, *, durable: bool = False) -> list[Effect]:
@@ -210,11 +236,21 @@ class Catalog:
             return []
         del self.pins[name]
         attempt = self.attempts.get(name)
-        return self._let_go(attempt) if attempt is not None and attempt.state == Checkpoint.ABORTED else []
+        return self._let_go(attempt) if attempt is not None and attempt.state in (Checkpoint.ABORTED, Checkpoint.LOST) else []
 
     def victims(self) -> Iterator[tuple[str, bool]]:
         """Tokens in the order in which they may be lost; see `attempt.victims`."""
         return victims(self.attempts.values(), self.pins.keys())
+
+    def vanished(self, token: str) -> list[Effect]:
+        """The segment's file is gone, and nobody here removed it."""
+        attempt = self.holder(token)
+        if attempt is None or token not in attempt.held:
+            return []
+        effects: list[Effect] = []
+        if attempt.state in (Checkpoint.ACCEPTED, Checkpoint.FAILED):
+            effects = self._end(attempt, Checkpoint.LOST, "its memory was removed from the shm-dir")
+        return [*effects, *self.evicted(token)]
 
     def evicted(self, token: str) -> list[Effect]:
         """The arena has taken the segment's memory."""

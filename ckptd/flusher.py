@@ -75,7 +75,7 @@ class Flusher:
         pickle = read_range(paths[record.metadata.token], 0, record.metadata.nbytes)
         if stop.is_set():
             raise Stopped(f"{checkpoint}: the flush was stopped")
-        self.ledger.commit(checkpoint, committed, pickle)
+        self.ledger.commit(checkpoint, committed, pickle, only_new=record.only_new)
         return committed
 
     def _upload(self, checkpoint: CheckpointId, receipt: Receipt, path: Path, stop: threading.Event) -> StoredShard:

@@ -167,17 +167,18 @@ class Ledger:
                 found.append((id, f"{data} data file{'s' if data > 1 else ''} and no manifest: the upload did not finish"))
         return found
 
-    def commit(self, id: CheckpointId, contents: Manifest, client_pickle: bytes) -> None:
+    def commit(self, id: CheckpointId, contents: Manifest, client_pickle: bytes, *, only_new: bool = False) -> None:
         """Makes the attempt `contents.summary.attempt` the durable checkpoint of `id`.
 
         Fills `metadata_*` and `summary.stored_bytes` (bytes of the data files) of `contents` in place.
         `client_pickle`: Metadata without storage_data, protocol 2. Returns as well if that attempt is
-        durable already. Raises WrongPhase if a newer attempt is; NotFound (missing) or Corrupt (wrong
-        size) naming a data file that has to be uploaded again; Unavailable if it may be tried again.
+        durable already. Raises WrongPhase if a newer attempt is; InvalidRequest if, with `only_new`, any other
+        is; NotFound (missing) or Corrupt (wrong size) naming a data file that has to be uploaded again;
+        Unavailable if it may be tried again.
         """
         attempt = contents.summary.attempt
         contents.summary.stored_bytes = sum(shard.nbytes for shard in contents.shards)
-        if self._settled(id, attempt):
+        if self._settled(id, attempt, only_new=only_new):
             return
         self._check_files(id, contents)
         save_id = f"{attempt}-{mint_token()}.manifest"
@@ -195,15 +196,17 @@ class Ledger:
         contents.metadata_hash = codec.block_hash(spliced)
         encoded = manifest.encode(contents)
         self._store.put(manifest_key(id, save_id), lambda: [encoded], nbytes_hint=len(encoded))
-        if self._settled(id, attempt):  # as late as can be: another node may have committed meanwhile
+        if self._settled(id, attempt, only_new=only_new):  # as late as can be: another node may have committed meanwhile
             return
         self._store.put(metadata_key(id), lambda: [spliced], nbytes_hint=len(spliced))
         if not self._settled(id, attempt):
             raise Unavailable(f"{id}: the commit of attempt {attempt} was undone by another writer: commit it again")
 
-    def _settled(self, id: CheckpointId, attempt: str) -> bool:
-        """Whether `attempt` is the durable one. Raises WrongPhase if a newer one is."""
+    def _settled(self, id: CheckpointId, attempt: str, *, only_new: bool = False) -> bool:
+        """Whether `attempt` is the durable one. Raises WrongPhase if a newer one is, InvalidRequest if none may be replaced."""
         now = self._look(id)
+        if only_new and now is not None and now.attempt != attempt:
+            raise InvalidRequest(f"{id} is durable already: save under another id, or with overwrite=True")
         if now is None or now.attempt is None or now.attempt < attempt:
             return False
         if now.attempt > attempt:

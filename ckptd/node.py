@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 #: A segment that nobody maps so long after it was given out has no writer any more.
 MAPPED_SECONDS = 10.0
 #: How long a first save of a run waits to learn the newest attempt that the store has.
-LEARN_SECONDS = 5.0
+LEARN_SECONDS = 1.5
 
 
 class Node:
@@ -117,8 +117,12 @@ class Node:
             raise errors.LeaseLost("this process holds no lease (the daemon was restarted?): save again")
         self._learn(checkpoint.run)
         if not metadata:
-            self._apply(self.catalog.restarted(checkpoint, rank))
-        segment = await self.arena.allocate(nbytes, owner, metadata=metadata, deadline=deadline)
+            self._apply(self.catalog.restarted(checkpoint, rank, owner))
+        self.catalog.waits(checkpoint, 1)
+        try:
+            segment = await self.arena.allocate(nbytes, owner, metadata=metadata, deadline=deadline)
+        finally:
+            self.catalog.waits(checkpoint, -1)
         if not self.catalog.leases[owner]:
             self.arena.drop(segment.token)
             raise errors.LeaseLost("the connection to the daemon broke while this save waited for memory: save again")
@@ -131,6 +135,7 @@ class Node:
         if nbytes + table_nbytes > segment.nbytes:
             raise errors.InvalidRequest(f"{nbytes + table_nbytes} bytes are sealed in a segment of {segment.nbytes}")
         receipt = Receipt(node=self.catalog.node, token=token, rank=shard.rank, nbytes=nbytes, table_nbytes=table_nbytes)
+        receipt.sealed_us = time.time_ns() // 1000
         if not shard.metadata:
             loop = asyncio.get_running_loop()
             encoded = await loop.run_in_executor(self.threads, read_range, segment.path, nbytes, table_nbytes)
@@ -164,8 +169,11 @@ class Node:
         log.info("accepted %s: %d shards, %d bytes, attempt %s", checkpoint, len(record.shards), record.summary.raw_bytes, name)
         return self.catalog.attempts[name]
 
-    async def wait(self, checkpoint: CheckpointId, token: str) -> Checkpoint:
-        """Returns when the attempt that holds the shard (else the newest of the id) is durable."""
+    async def wait(self, checkpoint: CheckpointId, token: str, sealed_us: int) -> Checkpoint:
+        """Returns when the attempt that holds the shard (else the newest of the id) is durable.
+
+        With a token that nobody holds any more, an attempt from before `sealed_us` is not what was meant.
+        """
         name = ""
         while True:
             changed = self._changed
@@ -176,9 +184,11 @@ class Node:
             if attempt is None and not unbound:
                 loop = asyncio.get_running_loop()
                 entry = await loop.run_in_executor(self.threads, self.ledger.find, checkpoint)
+                refuse_older(checkpoint, entry.accepted_us, sealed_us)
                 summary = await loop.run_in_executor(self.threads, self.ledger.summary, entry)
                 return Checkpoint(summary=summary, state=Checkpoint.DURABLE, stock=entry.attempt is None)
             if attempt is not None:
+                refuse_older(checkpoint, int(attempt.name[:16], 16), sealed_us)
                 name = attempt.name
                 if attempt.state == Checkpoint.DURABLE:
                     return checkpoint_of(attempt)
@@ -189,6 +199,12 @@ class Node:
                 if not attempt.record.durable:
                     raise errors.WrongPhase(f"checkpoint {checkpoint} was saved with durable=False: it stays in memory")
             await changed.wait()
+
+    def vanished(self, token: str) -> None:
+        """A segment's file was removed by somebody else."""
+        log.error("segment %s was removed from the shm-dir while it was in use", token)
+        self._apply(self.catalog.vanished(token))
+        self.arena.drop(token)
 
     def unpin(self, name: str) -> None:
         """A reader of the attempt has ended."""
@@ -300,6 +316,15 @@ class Node:
 def checkpoint_of(attempt: Attempt) -> Checkpoint:
     """An attempt as the wire shows it."""
     return Checkpoint(summary=attempt.record.summary, state=attempt.state, reason=attempt.reason)
+
+
+def refuse_older(checkpoint: CheckpointId, accepted_us: int, sealed_us: int) -> None:
+    """Raises WrongPhase if an attempt was accepted before the shard of the caller's save was sealed."""
+    if accepted_us < sealed_us:
+        raise errors.WrongPhase(
+            f"the last save of {checkpoint} is gone: it was not accepted, or was lost with the daemon's memory; "
+            f"what there is of {checkpoint} is older"
+        )
 
 
 def node_name(shm_dir: Path, fresh: str) -> str:

@@ -29,6 +29,8 @@ from ckptd.v1.manifest_pb2 import Manifest, Summary, Tables
 T = TypeVar("T")
 R = TypeVar("R")
 #: Manifests and summaries kept: they never change, an attempt's name is theirs for good.
+#: How long a store that hangs may keep a reader from what memory holds whole.
+PATIENCE_SECONDS = 3.0
 REMEMBERED_MANIFESTS = 4
 REMEMBERED_SUMMARIES = 10_000
 
@@ -59,6 +61,8 @@ class Source:
         restore = self.restore
         if self.attempt is not None and shard < len(self.attempt.record.shards):
             token = self.attempt.record.shards[shard].token
+            if token in self.attempt.held and not restore.node.arena.get(token).path.exists():
+                restore.node.vanished(token)
             if token in self.attempt.held:
                 restore.bytes_from["memory"] += sum(ends) - sum(starts)
                 return restore.node.arena.get(token)
@@ -112,13 +116,17 @@ class Restore:
         entry: Entry | None
         try:
             if isinstance(target, CheckpointId):
-                entry = await self._ask("find", target, self.ledger.find)
+                here = self.node.catalog.newest_of(target)
+                patience = PATIENCE_SECONDS if here is not None and here.whole else None
+                entry = await asyncio.wait_for(self._ask("find", target, self.ledger.find), patience)
             else:
                 entry = await self._ask("latest", target, self.ledger.latest)
         except errors.NotFound:
             entry = None
         except errors.Unavailable as exc:
             return self._without_store(target, exc)
+        except TimeoutError:
+            return self._without_store(target, errors.Unavailable("the store does not answer"))
         meant = [a for a in self._pending(before) if (a.id == target if isinstance(target, CheckpointId) else a.id.run == target)]
         attempt = max(meant, key=lambda attempt: attempt.name, default=None)
         if attempt is not None and (entry is None or attempt.name > order(entry)):
@@ -152,16 +160,19 @@ class Restore:
     async def open(self, checkpoint: CheckpointId, name: str) -> Source:
         """Takes hold of the attempt: from memory if any of it is here, else from the store."""
         attempt = self.node.catalog.attempts.get(name)
-        if attempt is not None and (not attempt.held or attempt.state == Checkpoint.ABORTED):
-            attempt = None
+        if attempt is not None:
+            for token in sorted(attempt.held):
+                if not self.node.arena.get(token).path.exists():
+                    self.node.vanished(token)
+            if not attempt.held or attempt.state in (Checkpoint.ABORTED, Checkpoint.LOST):
+                attempt = None
         if attempt is not None:
             self.node.catalog.pin(name)
         try:
             if attempt is not None:
                 line = checkpoint_of(attempt)
             else:
-                entry = await self._ask("find", checkpoint, self.ledger.find)
-                check_same(entry, name)
+                entry = await self._same(checkpoint, name)
                 line = await self._readable(entry)
             index = await self._index(checkpoint, name, attempt)
         except BaseException:
@@ -191,8 +202,7 @@ class Restore:
         return await self._run(self.fetcher.store.get, metadata_key(checkpoint))
 
     async def _read_manifest(self, checkpoint: CheckpointId, name: str) -> Manifest:
-        entry = await self._ask("find", checkpoint, self.ledger.find)
-        check_same(entry, name)
+        entry = await self._same(checkpoint, name)
         return await self._run(self.ledger.manifest, entry)
 
     def close(self) -> None:
@@ -204,7 +214,11 @@ class Restore:
     # -- inside -----------------------------------------------------------------------------
 
     async def _index(self, checkpoint: CheckpointId, name: str, attempt: Attempt | None) -> Index:
-        if name not in self._indexes or failed(self._indexes[name]):
+        made = self._indexes.get(name)
+        if made is not None and made.done() and not failed(made) and not made.result().segment.path.exists():
+            self.node.arena.drop(made.result().segment.token)  # somebody removed the file
+            made = None
+        if made is None or failed(made):
             self._indexes[name] = asyncio.create_task(self._make_index(checkpoint, name, attempt))
         index = await asyncio.shield(self._indexes[name])
         index.readers += 1
@@ -222,7 +236,7 @@ class Restore:
             pickle, tables = await self._run(from_memory)
         else:
             contents = await self.manifest(checkpoint, name)
-            entry = await self._ask("find", checkpoint, self.ledger.find)
+            entry = await self._same(checkpoint, name)
             pickle = await self._run(self.ledger.metadata_pickle, entry, contents)
             tables = Tables(shards=[shard.table for shard in contents.shards]).SerializeToString()
         deadline = asyncio.get_running_loop().time() + 30.0
@@ -239,6 +253,19 @@ class Restore:
         for name, task in list(self._indexes.items()):
             if task.done() and not failed(task) and task.result().segment.token == token:
                 del self._indexes[name]
+
+    async def _same(self, checkpoint: CheckpointId, name: str) -> Entry:
+        """The store's entry of the attempt that a reader was told of.
+
+        Raises LeaseLost, not NotFound, if it is not there any more: a checkpoint did exist, so nobody may start from nothing.
+        """
+        try:
+            entry = await self._ask("find", checkpoint, self.ledger.find)
+        except errors.NotFound as exc:
+            raise errors.LeaseLost(f"{checkpoint} was deleted since it was resolved: load again") from exc
+        if entry.attempt != name:
+            raise errors.LeaseLost(f"{checkpoint} was saved again since it was resolved: load again")
+        return entry
 
     def _pending(self, before: Sequence[Attempt] = ()) -> list[Attempt]:
         """Restorable attempts that the store need not have: what is durable, the store decides, not memory.
@@ -311,12 +338,6 @@ class Restore:
 
     async def _run(self, call: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.threads, call, *arguments)
-
-
-def check_same(entry: Entry, name: str) -> None:
-    """Raises NotFound unless the store still has the attempt that a reader was told of."""
-    if entry.attempt != name:
-        raise errors.NotFound(f"{entry.id} was saved again since it was resolved: retry the load")
 
 
 def failed(task: asyncio.Task[T]) -> bool:

@@ -102,7 +102,7 @@ class Service(DaemonServicer):
         return checkpoint_of(await asyncio.shield(asyncio.create_task(self.node.commit(request))))
 
     async def Wait(self, request: pb.WaitRequest, context: Context) -> pb.Checkpoint:
-        return await self.node.wait(CheckpointId.parse(request.id), request.token)
+        return await self.node.wait(CheckpointId.parse(request.id), request.token, request.sealed_us)
 
     async def Resolve(self, request: pb.ResolveRequest, context: Context) -> pb.Checkpoint:
         return await self.restore.resolve(parse_target(request.id))

@@ -7,6 +7,7 @@ that looks into the JSON file named by FAULTY_CONTROL before each object appears
     {"raise": "EACCES"}       every write fails with that errno
     {"delay_seconds": s}      every object takes that long to appear
     {"list_raises": "EIO"}    listings fail
+    {"list_hangs": true}      listings wait until this changes
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class FaultyFileSystem(LocalFileSystem):
 
     def ls(self, path: str, detail: bool = False, **kwargs: Any) -> Any:
         fail_if_told("list_raises")
+        while control().get("list_hangs"):
+            time.sleep(0.02)
         return super().ls(path, detail, **kwargs)
 
     def mv(self, path1: str, path2: str, **kwargs: Any) -> None:

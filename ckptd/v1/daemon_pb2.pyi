@@ -103,7 +103,7 @@ class ReleaseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("id", "step", "shards", "metadata", "tags", "durable")
+    __slots__ = ("id", "step", "shards", "metadata", "tags", "durable", "only_new")
     class TagsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -117,13 +117,15 @@ class CommitRequest(_message.Message):
     METADATA_FIELD_NUMBER: _ClassVar[int]
     TAGS_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
+    ONLY_NEW_FIELD_NUMBER: _ClassVar[int]
     id: str
     step: int
     shards: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Receipt]
     metadata: _manifest_pb2.Receipt
     tags: _containers.ScalarMap[str, str]
     durable: bool
-    def __init__(self, id: _Optional[str] = ..., step: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_manifest_pb2.Receipt, _Mapping]]] = ..., metadata: _Optional[_Union[_manifest_pb2.Receipt, _Mapping]] = ..., tags: _Optional[_Mapping[str, str]] = ..., durable: bool = ...) -> None: ...
+    only_new: bool
+    def __init__(self, id: _Optional[str] = ..., step: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_manifest_pb2.Receipt, _Mapping]]] = ..., metadata: _Optional[_Union[_manifest_pb2.Receipt, _Mapping]] = ..., tags: _Optional[_Mapping[str, str]] = ..., durable: bool = ..., only_new: bool = ...) -> None: ...
 
 class Checkpoint(_message.Message):
     __slots__ = ("summary", "state", "reason", "pinned", "stock", "abandoned")
@@ -160,12 +162,14 @@ class Checkpoint(_message.Message):
     def __init__(self, summary: _Optional[_Union[_manifest_pb2.Summary, _Mapping]] = ..., state: _Optional[_Union[Checkpoint.State, str]] = ..., reason: _Optional[str] = ..., pinned: bool = ..., stock: bool = ..., abandoned: bool = ...) -> None: ...
 
 class WaitRequest(_message.Message):
-    __slots__ = ("id", "token")
+    __slots__ = ("id", "token", "sealed_us")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SEALED_US_FIELD_NUMBER: _ClassVar[int]
     id: str
     token: str
-    def __init__(self, id: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
+    sealed_us: int
+    def __init__(self, id: _Optional[str] = ..., token: _Optional[str] = ..., sealed_us: _Optional[int] = ...) -> None: ...
 
 class ResolveRequest(_message.Message):
     __slots__ = ("id",)

@@ -60,7 +60,7 @@ class Table(_message.Message):
     def __init__(self, forms: _Optional[_Iterable[_Union[Form, _Mapping]]] = ..., items: _Optional[_Iterable[_Union[Item, _Mapping]]] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("node", "address", "token", "rank", "nbytes", "table_nbytes", "raw_bytes", "items")
+    __slots__ = ("node", "address", "token", "rank", "nbytes", "table_nbytes", "raw_bytes", "items", "sealed_us")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class Receipt(_message.Message):
     TABLE_NBYTES_FIELD_NUMBER: _ClassVar[int]
     RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
+    SEALED_US_FIELD_NUMBER: _ClassVar[int]
     node: str
     address: str
     token: str
@@ -77,7 +78,8 @@ class Receipt(_message.Message):
     table_nbytes: int
     raw_bytes: int
     items: int
-    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., token: _Optional[str] = ..., rank: _Optional[int] = ..., nbytes: _Optional[int] = ..., table_nbytes: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., items: _Optional[int] = ...) -> None: ...
+    sealed_us: int
+    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., token: _Optional[str] = ..., rank: _Optional[int] = ..., nbytes: _Optional[int] = ..., table_nbytes: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., items: _Optional[int] = ..., sealed_us: _Optional[int] = ...) -> None: ...
 
 class Summary(_message.Message):
     __slots__ = ("id", "attempt", "step", "accepted_us", "world_size", "raw_bytes", "stored_bytes", "codec", "tags", "parent")
@@ -111,16 +113,18 @@ class Summary(_message.Message):
     def __init__(self, id: _Optional[str] = ..., attempt: _Optional[str] = ..., step: _Optional[int] = ..., accepted_us: _Optional[int] = ..., world_size: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., tags: _Optional[_Mapping[str, str]] = ..., parent: _Optional[str] = ...) -> None: ...
 
 class Record(_message.Message):
-    __slots__ = ("summary", "shards", "metadata", "durable")
+    __slots__ = ("summary", "shards", "metadata", "durable", "only_new")
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
+    ONLY_NEW_FIELD_NUMBER: _ClassVar[int]
     summary: Summary
     shards: _containers.RepeatedCompositeFieldContainer[Receipt]
     metadata: Receipt
     durable: bool
-    def __init__(self, summary: _Optional[_Union[Summary, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., metadata: _Optional[_Union[Receipt, _Mapping]] = ..., durable: bool = ...) -> None: ...
+    only_new: bool
+    def __init__(self, summary: _Optional[_Union[Summary, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., metadata: _Optional[_Union[Receipt, _Mapping]] = ..., durable: bool = ..., only_new: bool = ...) -> None: ...
 
 class Stored(_message.Message):
     __slots__ = ("offset", "lengths", "hashes")

@@ -14,6 +14,8 @@ from typing import Final
 
 from ckptd.errors import InvalidRequest
 
+#: More than this no clock of gRPC holds.
+_LONGEST_SECONDS: Final = 1e7
 _ALLOWED: Final = "an address is unix:/absolute/path or HOST:PORT"
 _HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 #: The longest path that fits into Linux' sockaddr_un with its final zero (unix(7)).
@@ -63,7 +65,7 @@ def _seconds(name: str, default: float) -> float:
         value = math.nan
     if not 0 < value < math.inf:
         raise InvalidRequest(f"{name}={text!r} is not a number of seconds greater than 0")
-    return value
+    return min(value, _LONGEST_SECONDS)
 
 
 def connect_seconds() -> float:

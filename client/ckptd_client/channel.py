@@ -10,7 +10,6 @@ Nothing is retried here, and nothing connects before it is needed.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import threading
 import warnings
@@ -79,8 +78,8 @@ _warned: set[str] = set()
 def warn_once(text: str) -> None:
     """Shows a daemon's warning to the user, once per text and process."""
     if text and text not in _warned:
-        _warned.add(text)
         warnings.warn(f"ckptd: {text}", UserWarning, stacklevel=4)
+        _warned.add(text)
 
 
 class Daemon:
@@ -133,18 +132,21 @@ class Daemon:
         """Ends the writing of a segment; returns its receipt."""
         return cast("manifest_pb2.Receipt", self._call("Seal", request, "seal a shard", _CALL_SECONDS))
 
-    def release(self, request: daemon_pb2.ReleaseRequest) -> None:
-        """Gives a segment back whose save has failed. Best effort: never raises."""
-        with contextlib.suppress(CkptdError):
+    def release(self, request: daemon_pb2.ReleaseRequest) -> bool:
+        """Gives a segment back whose save has failed; never raises. False: nobody knows whether the daemon has taken it."""
+        try:
             self._call("Release", request, "take a segment back", _CLEANUP_SECONDS)
+        except CkptdError as error:
+            return not unanswered(error)
+        return True
 
     def commit(self, request: daemon_pb2.CommitRequest) -> daemon_pb2.Checkpoint:
         """Binds shards into a checkpoint; returns when it is accepted."""
         return cast("daemon_pb2.Checkpoint", self._call("Commit", request, f"commit {request.id!r}", _CALL_SECONDS))
 
-    def resolve(self, request: daemon_pb2.ResolveRequest) -> daemon_pb2.Checkpoint:
+    def resolve(self, request: daemon_pb2.ResolveRequest, *, seconds: float = _CALL_SECONDS) -> daemon_pb2.Checkpoint:
         """Which attempt an id, ``latest`` or ``<run>/latest`` means now."""
-        return cast("daemon_pb2.Checkpoint", self._call("Resolve", request, f"find {request.id!r}", _CALL_SECONDS))
+        return cast("daemon_pb2.Checkpoint", self._call("Resolve", request, f"find {request.id!r}", seconds))
 
     def wait(self, request: daemon_pb2.WaitRequest, seconds: float | None) -> daemon_pb2.Checkpoint:
         """Returns when a checkpoint is durable; Unavailable also when `seconds` have passed."""

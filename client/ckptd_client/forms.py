@@ -81,7 +81,7 @@ def _recipe(dtype: torch.dtype) -> tuple[Callable[..., object], type, int, tuple
     """How torch reduces tensors of `dtype`: (rebuild function, storage type, bytes per unit of its size, last arguments)."""
     try:
         # A real but empty tensor: torch decides between its two ways (storage typed by the dtype, or dtype as an argument).
-        rebuild, arguments = torch.empty(0, dtype=dtype).__reduce_ex__(2)[:2]  # type: ignore[no-untyped-call]
+        rebuild, arguments = torch.empty(0, dtype=dtype, device="cpu").__reduce_ex__(2)[:2]  # type: ignore[no-untyped-call]
         storage = arguments[0]
         if isinstance(storage, torch.UntypedStorage):
             return rebuild, torch.UntypedStorage, 1, arguments[6:]

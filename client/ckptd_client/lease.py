@@ -85,6 +85,7 @@ class Lease:
     def close(self) -> None:
         """Ends the lease and unmaps everything that is not being copied."""
         self._nudge = None
+        self._ended.set()
         self._call.cancel()
         with self._lock:
             self._mappings.keep_only(list(self._copying))

@@ -59,9 +59,14 @@ def _write(
             lease.check()
             return daemon.seal(seal)
         except BaseException:
-            daemon.release(daemon_pb2.ReleaseRequest(owner=lease.owner, token=segment.token))
+            if not daemon.release(daemon_pb2.ReleaseRequest(owner=lease.owner, token=segment.token)):
+                lease.close()
             raise
     except (Unavailable, LeaseLost) as error:
         if isinstance(error, LeaseLost) or unanswered(error):
-            lease.check(grace_seconds=_GRACE_SECONDS)
+            try:
+                lease.check(grace_seconds=_GRACE_SECONDS)
+            finally:
+                # Whatever the daemon may have given without our knowing ends with the lease.
+                lease.close()
         raise

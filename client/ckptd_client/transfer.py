@@ -81,7 +81,10 @@ def lay_out(items: Sequence[WriteItem], planner: SavePlanner) -> Layout:
     shard = Layout()
     forms: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]], int] = {}
     # DCP's own planner looks tensors up; another may make them up, and then holding them all would be a copy of the state.
-    looks_up = all(getattr(type(planner), name, None) is getattr(DefaultSavePlanner, name) for name in ("resolve_data", "transform_object"))
+    looks_up = all(
+        getattr(type(planner), name, None) is getattr(DefaultSavePlanner, name)
+        for name in ("resolve_data", "lookup_object", "transform_object")
+    )
     at = 0
     for write_item in items:
         item = shard.table.items.add(fqn=fqn_bytes(write_item.index.fqn), at=at)
@@ -216,7 +219,13 @@ def _resolve(write_item: WriteItem, planner: SavePlanner) -> torch.Tensor | byte
     tensor = tensor.detach()
     if tensor.device.type == "meta" or _is_fake(tensor):
         raise InvalidRequest(f"{key_of(write_item)} is a {_named(tensor)} on the meta device or fake: it has no values to save")
-    return tensor if is_plain(tensor) else _opaque(write_item, tensor)
+    if not is_plain(tensor):
+        return _opaque(write_item, tensor)
+    if _end_of(tensor) > tensor.untyped_storage().nbytes():
+        raise InvalidRequest(
+            f"{key_of(write_item)}: the tensor's storage was freed or shortened (as FSDP does with resize_): nothing to save"
+        )
+    return tensor
 
 
 def _form(write_item: WriteItem, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> manifest_pb2.Form:
@@ -255,6 +264,14 @@ def _named(value: object) -> str:
 
 def _is_fake(tensor: torch.Tensor) -> bool:
     return type(tensor).__name__ == "FakeTensor" and type(tensor).__module__.startswith("torch.")
+
+
+def _end_of(tensor: torch.Tensor) -> int:
+    """Bytes of storage that the tensor needs."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + last + 1) * tensor.element_size()
 
 
 def _fills_its_memory(tensor: torch.Tensor) -> bool:

@@ -6,11 +6,12 @@ means that save and no older one of the same id.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Final
 
-from ckptd.errors import Unavailable
-from ckptd.v1 import daemon_pb2
+from ckptd.errors import InvalidRequest, Unavailable
+from ckptd.v1 import daemon_pb2, manifest_pb2
 from ckptd_client.channel import connect
 from ckptd_client.names import checked_id
 
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
 _FIRST_PAUSE_SECONDS: Final = 0.1
 _LONGEST_PAUSE_SECONDS: Final = 2.0
 
-_receipts: dict[tuple[str, str], str] = {}
+_receipts: dict[tuple[str, str], manifest_pb2.Receipt] = {}
 
 
-def remember(address: str, checkpoint_id: str, token: str) -> None:
+def remember(address: str, checkpoint_id: str, receipt: manifest_pb2.Receipt) -> None:
     """Notes the shard that this process saved last under an id."""
-    _receipts[address, checkpoint_id] = token
+    _receipts[address, checkpoint_id] = receipt
 
 
 def wait(checkpoint_id: str | os.PathLike[str], *, address: str | None = None, timeout: float | None = None) -> None:
@@ -37,9 +38,10 @@ def wait(checkpoint_id: str | os.PathLike[str], *, address: str | None = None, t
     ``CKPTD_CONNECT_TIMEOUT`` for one that does not answer at all.
 
     Raises what made the checkpoint fail (StoreError, WrongPhase, …), NotFound if there is
-    none, TimeoutError after `timeout`, Unavailable if no daemon answers.
+    none, TimeoutError after `timeout`, also if no daemon answered until then; without one, Unavailable.
     """
     text = checked_id(checkpoint_id)
+    timeout = _checked_timeout(timeout)
     daemon = connect(address)
     until = None if timeout is None else time.monotonic() + timeout
     pause = _FIRST_PAUSE_SECONDS
@@ -48,7 +50,8 @@ def wait(checkpoint_id: str | os.PathLike[str], *, address: str | None = None, t
         try:
             daemon.hello(seconds=_left(until))
             reached = True
-            daemon.wait(daemon_pb2.WaitRequest(id=text, token=_receipts.get((daemon.address, text), "")), _left(until))
+            receipt = _receipts.get((daemon.address, text), manifest_pb2.Receipt())
+            daemon.wait(daemon_pb2.WaitRequest(id=text, token=receipt.token, sealed_us=receipt.sealed_us), _left(until))
         except Unavailable as error:
             if until is None and not reached:
                 raise
@@ -58,6 +61,14 @@ def wait(checkpoint_id: str | os.PathLike[str], *, address: str | None = None, t
             return
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _checked_timeout(timeout: object) -> float | None:
+    if timeout is None or timeout == math.inf:
+        return None
+    if not isinstance(timeout, int | float) or not timeout >= 0:
+        raise InvalidRequest(f"timeout={timeout!r} is not a number of seconds, nor None for no limit")
+    return float(timeout)
 
 
 def _left(until: float | None) -> float | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 
+#: How long a save asks the store whether its id is durable; after that the commit finds out, in the background.
+_CHECK_SECONDS: Final = 2.0
+
+
 class _Save(threading.local):
     """What belongs to the save that runs on this thread."""
 
@@ -40,6 +44,7 @@ class _Save(threading.local):
         self.checkpoint_id = checkpoint_id
         self.rank = 0
         self.is_coordinator = True
+        self.only_new = False
 
 
 class DaemonStorageWriter(StorageWriter):
@@ -116,8 +121,7 @@ class DaemonStorageWriter(StorageWriter):
         checkpoint_id = checked_id(self._save.checkpoint_id)
         daemon = connect(self._address)
         warn_once(daemon.hello().warning)  # what went wrong in the background since the last save
-        if self._save.is_coordinator and not self._overwrite:
-            _refuse_durable(daemon, checkpoint_id)
+        self._save.only_new = self._save.is_coordinator and not self._overwrite and not _is_new(daemon, checkpoint_id)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -135,7 +139,7 @@ class DaemonStorageWriter(StorageWriter):
         checkpoint_id = checked_id(self._save.checkpoint_id)
         daemon = connect(self._address)
         receipt = write_shard(daemon, checkpoint_id=checkpoint_id, rank=self._save.rank, plan=plan, planner=planner)
-        remember(daemon.address, checkpoint_id, receipt.token)
+        remember(daemon.address, checkpoint_id, receipt)
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(""), receipt.raw_bytes, receipt.SerializeToString())])
         return future
@@ -151,6 +155,7 @@ class DaemonStorageWriter(StorageWriter):
             metadata=pickled,
             tags=self._tags,
             durable=self._durable,
+            only_new=self._save.only_new,
         )
         try:
             daemon.commit(request)
@@ -173,10 +178,14 @@ def _checked_tags(tags: object) -> dict[str, str]:
     return dict(tags)
 
 
-def _refuse_durable(daemon: Daemon, checkpoint_id: str) -> None:
+def _is_new(daemon: Daemon, checkpoint_id: str) -> bool:
+    """Raises WrongPhase if the id is durable already; False if that cannot be told: no save waits for the store."""
     try:
-        found = daemon.resolve(daemon_pb2.ResolveRequest(id=checkpoint_id))
+        found = daemon.resolve(daemon_pb2.ResolveRequest(id=checkpoint_id), seconds=_CHECK_SECONDS)
     except NotFound:
-        return
+        return True
+    except Unavailable:
+        return False
     if found.stock or found.state == daemon_pb2.Checkpoint.DURABLE:
         raise WrongPhase(f"checkpoint {checkpoint_id!r} is already durable: choose another id, or pass overwrite=True to replace it")
+    return True

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -377,3 +380,44 @@ def test_plugins_survive_pickling() -> None:
     writer.reset("run/step-2")
     assert pickle.loads(pickle.dumps(writer)).checkpoint_id == "run/step-2"
     assert pickle.loads(pickle.dumps(DaemonStorageReader("run/latest"))).checkpoint_id == "run/latest"
+
+
+def test_a_tensor_whose_storage_was_freed_is_named(daemon: DaemonProcess) -> None:
+    freed = torch.ones(1000)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(CheckpointException, match=r"'freed'.*freed or shortened"):
+        dcp.save({"freed": freed}, checkpoint_id="freed", storage_writer=DaemonStorageWriter(address=daemon.address))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -1, "3"])
+def test_a_timeout_that_is_none_is_refused(daemon: DaemonProcess, bad: Any) -> None:
+    with pytest.raises(InvalidRequest, match="timeout"):
+        wait("step-1", address=daemon.address, timeout=bad)
+
+
+def test_a_daemon_that_stands_still_during_a_save_leaves_no_memory_behind(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptd_client.channel._CALL_SECONDS", 1.0)
+    monkeypatch.setattr("ckptd_client.channel._CLEANUP_SECONDS", 0.5)
+    stopped = []
+
+    class Stopping(dcp.DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            if stopped.count("resolved") == 1:  # the second time is that of the copy: Allocate has been answered
+                os.kill(daemon.pid, signal.SIGSTOP)
+            stopped.append("resolved")
+            return super().resolve_data(write_item)
+
+    try:
+        with pytest.raises(CheckpointException):
+            dcp.save(
+                {"t": torch.ones(1000)},
+                checkpoint_id="standstill",
+                storage_writer=DaemonStorageWriter(address=daemon.address),
+                planner=Stopping(),
+            )
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    deadline = time.monotonic() + 20
+    while json.loads(daemon.cli("status", "--json").stdout)["open_shards"]:
+        assert time.monotonic() < deadline
+    dcp.save({"t": torch.ones(1000)}, checkpoint_id="standstill", storage_writer=DaemonStorageWriter(address=daemon.address))

@@ -1,0 +1,130 @@
+"""A store that fails or hangs stops neither saves nor loads of what memory holds; and what is promised stays promised."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+
+from ckptd.errors import Unavailable, WrongPhase
+from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
+from daemons import FAULTY, DaemonProcess
+
+OUTAGES = [{"list_raises": "EIO", "raise": "EIO"}, {"list_hangs": True}]
+
+
+class Faulty:
+    """A daemon on a store that misbehaves when it is told to."""
+
+    def __init__(self, home: Path) -> None:
+        self.control = home / "control"
+        self.store = home / "store"
+        self.daemon = DaemonProcess(f"faulty://{self.store}", program=FAULTY, env={"FAULTY_CONTROL": str(self.control)})
+
+    def tell(self, **behaviour: Any) -> None:
+        self.control.write_text(json.dumps(behaviour))
+
+    def save(self, id: str, value: float, **options: Any) -> None:
+        writer = DaemonStorageWriter(address=self.daemon.address, **options)
+        dcp.save({"t": torch.full((1000,), value)}, checkpoint_id=id, storage_writer=writer)
+
+    def load(self, id: str) -> float:
+        found = {"t": torch.zeros(1000)}
+        dcp.load(found, checkpoint_id=id, storage_reader=DaemonStorageReader(address=self.daemon.address))
+        return float(found["t"][0])
+
+    def wait(self, id: str) -> None:
+        wait(id, address=self.daemon.address, timeout=60)
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> Iterator[Faulty]:
+    made = Faulty(tmp_path)
+    with made.daemon:
+        yield made
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("outage", OUTAGES, ids=["fails", "hangs"])
+def test_saves_are_accepted_and_loaded_while_the_store_is_away_and_durable_when_it_is_back(faulty: Faulty, outage: dict[str, Any]) -> None:
+    faulty.tell(**outage)
+    faulty.save("run/step-1", 1.0)
+    assert faulty.load("run/step-1") == 1.0
+    faulty.tell()
+    faulty.wait("run/step-1")
+    assert faulty.load("run/latest") == 1.0
+
+
+@pytest.mark.timeout(60)
+def test_the_newest_checkpoint_is_not_guessed_while_the_store_is_away(faulty: Faulty) -> None:
+    faulty.tell(list_raises="EIO", **{"raise": "EIO"})
+    faulty.save("run/step-1", 1.0)
+    with pytest.raises(CheckpointException, match=r"run/step-1: load it by its id") as caught:
+        faulty.load("run/latest")
+    assert all(isinstance(why[0], Unavailable) for why in caught.value.failures.values())
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:ckptd. checkpoint step-1:UserWarning")
+def test_an_id_that_turns_out_to_be_durable_is_not_replaced_without_leave(faulty: Faulty) -> None:
+    faulty.save("step-1", 1.0)
+    faulty.wait("step-1")
+    faulty.daemon.kill()
+    shutil.rmtree(faulty.daemon.shm_dir)  # nothing but the store knows of it now
+    faulty.daemon.start()
+    faulty.tell(list_hangs=True)
+    faulty.save("step-1", 2.0)
+    faulty.tell()
+    with pytest.raises(WrongPhase, match="overwrite=True"):
+        faulty.wait("step-1")
+    faulty.save("step-1", 3.0, overwrite=True)
+    faulty.wait("step-1")
+    assert faulty.load("step-1") == 3.0
+
+
+def test_wait_does_not_take_an_older_checkpoint_for_the_save_that_was_lost(faulty: Faulty) -> None:
+    faulty.save("step-1", 1.0)
+    faulty.wait("step-1")
+    faulty.tell(hold_after=3)
+    faulty.save("step-1", 2.0, overwrite=True)
+    faulty.daemon.kill()
+    shutil.rmtree(faulty.daemon.shm_dir)  # as a reboot does
+    faulty.tell()
+    faulty.daemon.start()
+    with pytest.raises(WrongPhase, match="is gone"):
+        faulty.wait("step-1")
+    assert faulty.load("step-1") == 1.0
+
+
+def test_a_save_for_memory_only_does_not_stop_one_that_is_to_become_durable(faulty: Faulty) -> None:
+    faulty.tell(hold_after=0)
+    faulty.save("step-1", 1.0)
+    with pytest.raises(CheckpointException, match="on its way to the store"):
+        faulty.save("step-1", 2.0, durable=False)
+    faulty.tell()
+    faulty.daemon.until("step-1", "durable")
+    assert faulty.load("step-1") == 1.0
+
+
+def test_a_removed_segment_of_a_durable_checkpoint_is_read_from_the_store(faulty: Faulty) -> None:
+    faulty.save("step-1", 1.0)
+    faulty.wait("step-1")
+    for path in faulty.daemon.shm_dir.glob("*.sealed"):
+        path.unlink()
+    assert faulty.load("step-1") == 1.0
+    faulty.tell(hold_after=3)
+    faulty.save("step-2", 2.0)
+    for path in faulty.daemon.shm_dir.glob("*.sealed"):
+        path.unlink()
+    with pytest.raises(CheckpointException, match="step-2"):
+        faulty.load("step-2")
+    with pytest.raises(WrongPhase, match="removed from the shm-dir"):
+        faulty.wait("step-2")
+    assert faulty.load("latest") == 1.0
