@@ -1,4 +1,4 @@
-# Every target makes its own virtual environment: nothing but Python >= 3.11, pip, make and gcc is needed.
+# Every target makes its own virtual environment: nothing but Python >= 3.11, pip and make is needed.
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin

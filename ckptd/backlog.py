@@ -129,6 +129,7 @@ class Backlog:
     def _durable(self, attempt: Attempt, stored_bytes: int, seconds: float) -> None:
         effects = self.catalog.flushed(attempt.name, stored_bytes)
         if attempt.state == Checkpoint.DURABLE:
-            self.arena.move_record(attempt.name, "accepted", "durable")
+            # Written again if it is gone: the directory may have been cleaned, and the checkpoint is safe all the same.
+            self.arena.move_record(attempt.name, "accepted", "durable", attempt.record.SerializeToString())
         log.info("durable %s: %d bytes stored of %d, %.2f s", attempt.id, stored_bytes, attempt.record.summary.raw_bytes, seconds)
         self.apply(effects)

@@ -133,6 +133,8 @@ class Catalog:
                 f"{checkpoint}: rank {foreign[0].rank} saved to another daemon ({foreign[0].node}), or to this one before its memory "
                 "was lost: save again, with the same CKPTD_ADDRESS on all ranks (this version commits only what one daemon holds)"
             )
+        if len({receipt.token for receipt in receipts}) < len(receipts):
+            raise errors.InvalidRequest(f"{checkpoint}: a shard was brought twice")
         for receipt in receipts:
             shard = self.shards.get(receipt.token)
             what = "the metadata" if receipt is receipts[-1] else f"the shard of rank {receipt.rank}"
@@ -141,6 +143,8 @@ class Catalog:
                     f"{checkpoint}: the daemon no longer holds {what}: it was restarted, another process saved the same id at the same "
                     f"time, or the last rank sealed more than {self.open_timeout_seconds:g} s after the first (--open-timeout): save again"
                 )
+            if shard.metadata != (receipt is receipts[-1]):
+                raise errors.InvalidRequest(f"{checkpoint}: the metadata pickle and the shards are not told apart")
             if shard.id != checkpoint:
                 raise errors.InvalidRequest(f"{what} was saved as {shard.id}, the save is of {checkpoint}: give all ranks the same id")
         if not request.durable and any(

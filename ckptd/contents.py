@@ -1,4 +1,4 @@
-"""What is in a checkpoint, for people: one line per key of the state dict.
+"""What is in a checkpoint, and how checkpoints of a run stand to each other, for people.
 
 Pure: takes what `metadata.read` found and the item tables, gives the lines that `show` prints,
 whether a daemon or the CLI itself has read them.
@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ckptd.metadata import Contents
-from ckptd.v1.daemon_pb2 import ShowReply
+from ckptd.model import CheckpointId
+from ckptd.v1.daemon_pb2 import Checkpoint, ShowReply
 from ckptd.v1.manifest_pb2 import Table
 
 
@@ -48,3 +49,18 @@ def expected_nbytes(dtype: str, chunks: Sequence[Sequence[int]]) -> int:
     bits = re.search(r"\d+", dtype)
     width = max(1, int(bits.group()) // 8) if bits else 1
     return width * sum(math.prod(sizes) for sizes in chunks)
+
+
+def mark_abandoned(lines: Sequence[Checkpoint]) -> None:
+    """Marks checkpoints of a branch that a rollback left: one of the run with no higher step was accepted later."""
+    stepped = []
+    for line in lines:
+        checkpoint = CheckpointId.parse(line.summary.id)
+        step = line.summary.step if line.summary.HasField("step") else checkpoint.step
+        if step is not None and line.summary.attempt:
+            stepped.append((checkpoint.run, step, line.summary.attempt, line))
+    newest = ("", "")  # run, and the newest attempt at lower steps of it
+    for run, _, attempt, line in sorted(stepped, key=lambda found: found[:3]):
+        before = newest[1] if newest[0] == run else ""
+        line.abandoned = before > attempt
+        newest = run, max(before, attempt)

@@ -39,6 +39,8 @@ from ckptd.v1.daemon_pb2_grpc import add_DaemonServicer_to_server
 log = logging.getLogger(__name__)
 #: Niceness of the threads that compress: training goes first.
 FLUSH_NICENESS = 10
+#: How long the start waits for the store.
+PROBE_SECONDS = 10.0
 #: How long running calls may finish at the end.
 STOP_SECONDS = 0.5
 OPTIONS = (
@@ -74,9 +76,12 @@ async def run(settings: Settings) -> int:
         loop.add_signal_handler(number, ended.set)
     compute = ThreadPoolExecutor(os.cpu_count() or 1, "flush", initializer=be_nice)
     uploads = ThreadPoolExecutor(4, "upload", initializer=be_nice)
-    threads = ThreadPoolExecutor(16, "bulk")
+    threads = ThreadPoolExecutor(16, "store")
+    memory_threads = ThreadPoolExecutor(4, "memory")
+    flush_threads = ThreadPoolExecutor(1, "backlog")
+    pools = (compute, uploads, threads, memory_threads, flush_threads)
     store = open_store(settings.store, settings.store_options)
-    await probe(loop, threads, store.probe)
+    await probe(loop, store.probe, ended)
     codec = parse(settings.codec)
     ledger = Ledger(store)
     flusher = Flusher(store, ledger, codec, compute, uploads)
@@ -88,6 +93,8 @@ async def run(settings: Settings) -> int:
         ledger=ledger,
         flusher=flusher,
         threads=threads,
+        memory_threads=memory_threads,
+        flush_threads=flush_threads,
     )
     fetcher = Fetcher(store, node.arena, threads)
     restore = Restore(node, ledger, fetcher, threads)
@@ -120,14 +127,24 @@ async def run(settings: Settings) -> int:
         await server.stop(STOP_SECONDS)
         restore.close()
         node.close()
-        for pool in (compute, uploads, threads):
+        for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-async def probe(loop: asyncio.AbstractEventLoop, threads: ThreadPoolExecutor, call: Callable[[], None]) -> None:
+async def probe(loop: asyncio.AbstractEventLoop, call: Callable[[], None], ended: asyncio.Event) -> None:
     """A store that can never work is an error now; one that is away for a while must not keep memory from being served."""
+    pool = ThreadPoolExecutor(1, "probe")
+    probing = asyncio.ensure_future(loop.run_in_executor(pool, call))
+    ending = asyncio.create_task(ended.wait())
+    await asyncio.wait((probing, ending), timeout=PROBE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    ending.cancel()
+    pool.shutdown(wait=False)
+    if not probing.done():
+        probing.add_done_callback(lambda late: late.cancelled() or late.exception())
+        log.warning("the store does not answer, checkpoints stay in memory until it does")
+        return
     try:
-        await loop.run_in_executor(threads, call)
+        probing.result()
     except errors.Unavailable as exc:
         log.warning("the store cannot be reached now, checkpoints stay in memory until it can: %s", exc)
 
@@ -144,6 +161,8 @@ def claim_socket(address: str) -> int:
     path = Path(address.removeprefix("unix:")).absolute()
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.parent.stat().st_uid not in (os.geteuid(), 0):  # its owner could put a socket of his own there
+            raise errors.InvalidRequest(f"cannot listen on {address}: {path.parent} belongs to another user; choose another --listen")
         lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as exc:
         raise errors.InvalidRequest(f"cannot listen on {address}: {exc}; choose another --listen unix:PATH") from exc

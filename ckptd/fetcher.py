@@ -31,6 +31,8 @@ from ckptd.v1.manifest_pb2 import Manifest, StoredShard
 REQUEST_NBYTES = 16 * 1024 * 1024
 #: Stored bytes between two wanted blocks that are cheaper to read than to skip.
 GAP_NBYTES = 128 * 1024
+#: How often a reader tries to find all its blocks there at once.
+MOST_ROUNDS = 100
 PAGE = os.sysconf("SC_PAGE_SIZE")
 Key = tuple[int, int]
 
@@ -46,6 +48,11 @@ class StoredBlock:
     length: int
     digest: bytes
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """Where its bytes are in the segment."""
+        return self.at, self.at + self.nbytes
+
 
 @dataclass(slots=True)
 class Cached:
@@ -57,6 +64,7 @@ class Cached:
     block_nbytes: int
     segment: Segment
     reserved: int = 0
+    fetching: int = 0
     blocks: dict[Key, asyncio.Future[None]] = field(default_factory=dict)
     places: dict[Key, StoredBlock] = field(default_factory=dict)
     pins: Counter[Key] = field(default_factory=Counter)
@@ -98,17 +106,45 @@ class Fetcher:
 
     def victims(self) -> list[str]:
         """Segments of which nobody reads a block, least recently asked for first."""
-        return [cached.segment.token for cached in self.cached.values() if not cached.pins]
+        return [cached.segment.token for cached in self.cached.values() if not cached.pins and not cached.fetching]
 
     def evicted(self, token: str) -> None:
         for key, cached in list(self.cached.items()):
             if cached.segment.token == token:
                 del self.cached[key]
 
-    def open(self, contents: Manifest, shard: int) -> Cached:
-        """The sparse segment for one shard of a durable checkpoint (made if there is none)."""
+    def find(self, contents: Manifest, shard: int, items: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> Blocks:
+        """The blocks of one shard of a durable checkpoint under byte ranges of its items."""
+        cached = self._open(contents, shard)
+        return Blocks(cached, cached.find(items, starts, ends))
+
+    async def present(self, contents: Manifest, shard: int, wanted: Sequence[StoredBlock], deadline: float | None) -> Blocks:
+        """Returns when all the blocks are there; they are pinned then, and the caller unpins them with `release`.
+
+        Nothing is pinned while anything is waited for: readers that held what they have while they wait
+        for more would wait for each other. Raises Corrupt if a block is not what was stored, ArenaFull if
+        there is no memory for it, and what the store raises; then nothing stays pinned.
+        """
+        for _ in range(MOST_ROUNDS):
+            cached = self._open(contents, shard)
+            missing = [block for block in wanted if block.key not in cached.blocks]
+            if missing:
+                self._start(cached, missing, deadline)
+            waiting = [cached.blocks[block.key] for block in wanted if not cached.blocks[block.key].done()]
+            if not waiting:
+                cached.pins.update(block.key for block in wanted)
+                return Blocks(cached, list(wanted))
+            for done in await asyncio.gather(*map(asyncio.shield, waiting), return_exceptions=True):
+                if isinstance(done, BaseException):
+                    raise done
+        raise errors.ArenaFull("the daemon's memory is too small for so many readers at once: raise --memory, or load with fewer ranks")
+
+    def _open(self, contents: Manifest, shard: int) -> Cached:
         key = (contents.summary.attempt, shard)
         cached = self.cached.pop(key, None)
+        if cached is not None and not cached.segment.path.exists() and not cached.fetching:
+            self.arena.drop(cached.segment.token)  # somebody removed the file
+            cached = None
         if cached is None:
             stored = contents.shards[shard]
             cached = Cached(
@@ -121,38 +157,26 @@ class Fetcher:
         self.cached[key] = cached  # the last one is the most recently used
         return cached
 
-    async def present(self, cached: Cached, blocks: Sequence[StoredBlock], deadline: float | None) -> None:
-        """Pins the blocks and returns when all are there; the caller unpins them with `release`.
+    def _start(self, cached: Cached, missing: list[StoredBlock], deadline: float | None) -> None:
+        """Begins to fetch, in a task of its own: a reader that is cancelled must not fail those who wait for the same blocks."""
+        loop = asyncio.get_running_loop()
+        for block in missing:
+            cached.blocks[block.key] = loop.create_future()
+            cached.places[block.key] = block
+        cached.fetching += 1
+        task = asyncio.create_task(self._fetch(cached, missing, deadline))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-        Raises Corrupt if a block is not what was stored, ArenaFull if there is no memory for it, and
-        what the store raises; then nothing stays pinned.
-        """
-        cached.pins.update(block.key for block in blocks)
-        try:
-            missing = [block for block in blocks if block.key not in cached.blocks]
-            if missing:
-                loop = asyncio.get_running_loop()
-                for block in missing:
-                    cached.blocks[block.key] = loop.create_future()
-                    cached.places[block.key] = block
-                # A task of its own: a reader that is cancelled must not fail those who wait for the same blocks.
-                cached.pins.update(block.key for block in missing)
-                task = asyncio.create_task(self._fetch(cached, missing, deadline))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-            for block in blocks:
-                await asyncio.shield(cached.blocks[block.key])
-        except BaseException:
-            self.release(cached, blocks)
-            raise
-
-    def release(self, cached: Cached, blocks: Sequence[StoredBlock]) -> None:
-        for block in blocks:
-            cached.pins[block.key] -= 1
-            if cached.pins[block.key] <= 0:
-                del cached.pins[block.key]
+    def release(self, blocks: Blocks) -> None:
+        """The reader has copied the blocks."""
+        pins = blocks.cached.pins
+        for block in blocks.blocks:
+            pins[block.key] -= 1
+            if pins[block.key] <= 0:
+                del pins[block.key]
         if self.arena.waiting:
-            self._give_up_unread()
+            self.give_up_unread()
         self.arena.poke()
 
     async def _fetch(self, cached: Cached, missing: list[StoredBlock], deadline: float | None) -> None:
@@ -171,18 +195,17 @@ class Fetcher:
                 waiting = cached.blocks.pop(block.key)
                 waiting.set_exception(failure)
                 waiting.exception()  # all who waited may be gone
-        self.release(cached, missing)
+        cached.fetching -= 1
+        self.arena.poke()
 
     async def _read(self, cached: Cached, missing: list[StoredBlock], deadline: float | None) -> None:
         needed = sum(page_up(block.at + block.nbytes) - page_down(block.at) for block in missing)
-        reserving = asyncio.create_task(self.arena.reserve(cached.segment.token, needed, deadline))
-        await asyncio.sleep(0)
-        if not reserving.done():
-            self._give_up_unread()
-        await reserving
+        # Counted before it is granted: what is charged meanwhile must not cut it off.
         cached.reserved += needed
         loop = asyncio.get_running_loop()
         try:
+            loop.call_soon(self._make_way)
+            await self.arena.reserve(cached.segment.token, needed, deadline)
             reads = [
                 loop.run_in_executor(self.threads, read_run, self.store, cached.object_key, cached.codec, cached.segment.path, run)
                 for run in runs(missing)
@@ -201,16 +224,35 @@ class Fetcher:
         segment = cached.segment
         self.arena.charge(segment.token, min(segment.charged, allocated(segment.path) + cached.reserved))
 
-    def _give_up_unread(self) -> None:
-        """Frees unread blocks of shards of which others are read: such a shard cannot be evicted whole."""
+    def _make_way(self) -> None:
+        """If somebody waits for memory by now."""
+        if self.arena.waiting:
+            self.give_up_unread()
+
+    def give_up_unread(self) -> None:
+        """Frees what nobody reads of shards that are in use otherwise: those cannot be evicted whole."""
         for cached in self.cached.values():
+            if not cached.pins and not cached.fetching:
+                continue
             idle = [key for key, there in cached.blocks.items() if there.done() and key not in cached.pins]
-            if idle and cached.pins:
-                for key in idle:
-                    block = cached.places[key]
-                    punch(cached.segment.path, block.at, block.nbytes)
-                    del cached.blocks[key]
-                self._charge(cached)
+            if not idle:
+                continue
+            for key in idle:
+                del cached.blocks[key]
+            kept = sorted(cached.places[key].span for key in cached.blocks)
+            free_from = 0
+            for start, end in [*kept, (cached.segment.nbytes, cached.segment.nbytes)]:
+                punch(cached.segment.path, free_from, start)
+                free_from = end
+            self._charge(cached)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks of one cached shard."""
+
+    cached: Cached
+    blocks: list[StoredBlock]
 
 
 def runs(blocks: Sequence[StoredBlock]) -> list[list[StoredBlock]]:
@@ -285,9 +327,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
 
 
-def punch(path: Path, at: int, nbytes: int) -> None:
+def punch(path: Path, start: int, end: int) -> None:
     """Gives the whole pages inside the range back; neighbours on shared pages keep their bytes."""
-    start, end = page_up(at), page_down(at + nbytes)
+    start, end = page_up(start), page_down(end)
     if start < end:
         with open(path, "r+b", buffering=0) as segment:
             offset, length = ctypes.c_int64(start), ctypes.c_int64(end - start)

@@ -120,6 +120,8 @@ class Flusher:
                     yield land()
             while ahead:
                 yield land()
+            while len(stored) < len(table.items):  # the last items are empty: they have no block
+                stored.append(Stored(offset=offset))
         finally:
             for _, encoded in ahead:  # the segment must not be closed under a running job
                 if not encoded.cancel():

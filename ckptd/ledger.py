@@ -46,6 +46,8 @@ class Entry:
     """When `.metadata` was written, in seconds since the epoch; 0.0 if the store does not say."""
     stored_bytes: int
     """Bytes of the files beside `.metadata`, those of no attempt included."""
+    damaged: bool = False
+    """`.metadata` is ours and cannot be read: `attempt` and `save_id` are those of the newest manifest beside it."""
 
     @property
     def accepted_us(self) -> int:
@@ -211,7 +213,7 @@ class Ledger:
             return False
         if now.attempt > attempt:
             raise WrongPhase(f"{id}: attempt {attempt} is superseded by attempt {now.attempt}, which is durable")
-        return True
+        return not now.damaged
 
     def _check_files(self, id: CheckpointId, contents: Manifest) -> None:
         there = {found.key: found.nbytes for found in self._store.list(f"{id}/")}
@@ -228,22 +230,25 @@ class Ledger:
         return self._entry((id, _group(self._store.list(f"{id}/")).get(id, {})))
 
     def _entry(self, listed: tuple[CheckpointId, dict[str, Object]]) -> Entry | None:
-        """Reads the tail of a listed `.metadata`; None if it is not there (any more)."""
+        """Reads the tail of a listed `.metadata`, and the whole if it is not clear who wrote it; None if it is not there (any more)."""
         id, files = listed
         for _ in range(_LOOKS):
-            found = files.get(METADATA_NAME)
-            if found is None:
+            if (found := files.get(METADATA_NAME)) is None:
                 return None
             start = max(0, found.nbytes - metadata.TAIL_NBYTES)
             try:
                 # To the end, wherever that is by now: a tail that ends too early would make ours a stock one.
                 tail = self._store.get(found.key, start)
+                newest = max((name.rpartition("/")[2] for name in files if _is_manifest(name)), default=None)
+                if newest is not None and _save_id(tail) is None:  # written over by stock, which is fine, or damaged
+                    start, tail = 0, self._store.get(found.key)
             except NotFound:
                 return None
             if len(tail) == found.nbytes - start:
-                save_id = _save_id(tail)
+                damaged = newest is not None and _save_id(tail) is None and not _is_stock(tail)
+                save_id = newest if damaged else _save_id(tail)
                 beside = sum(there.nbytes for name, there in files.items() if name != METADATA_NAME)
-                return Entry(id, save_id[:24] if save_id else None, save_id, found, found.modified, beside)
+                return Entry(id, save_id[:24] if save_id else None, save_id, found, found.modified, beside, damaged)
             files = _group(self._store.list(f"{id}/")).get(id, {})
         raise Unavailable(f"{id} is being replaced all the time: try again")
 
@@ -300,6 +305,14 @@ def _save_id(tail: bytes) -> str | None:
     """The name of our manifest at the end of a `.metadata`; None if another wrote it."""
     found = metadata.save_id(tail[-metadata.TAIL_NBYTES :])
     return found if found is not None and _SAVE_ID.fullmatch(found) else None
+
+
+def _is_stock(data: bytes) -> bool:
+    """Whether a whole `.metadata` that names no manifest of ours can be read, and does not end as ours do."""
+    with contextlib.suppress(Corrupt):
+        metadata.read(data)
+        return metadata.save_id(data) is None
+    return False
 
 
 def _is_manifest(name: str) -> bool:

@@ -3,7 +3,9 @@
 Promises: a file appears under its name only when all its bytes are on disk, and put returns
 when the directories that lead to it are, too (sibling temporary file, fsync, rename, fsync
 of each directory up to the root); a failed put leaves nothing. Symbolic links to directories
-are followed when listing. Never expands patterns, never leaves the root.
+are followed when listing; links that lead nowhere and a file system's own `lost+found` are
+nothing, and whatever else cannot be read is an error. Never expands patterns, never leaves
+the root.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ _HINTS: Final = {
 }
 #: What passes sooner if an operator helps.
 _PASSING: Final = {errno.ENOSPC: "free some space", errno.EDQUOT: "raise the quota or free some space"}
+#: What `fsck` keeps for itself in the root of a file system, which a store's root may be.
+_LOST_AND_FOUND: Final = "lost+found"
 #: The kernel moves at most 2 GiB less a page per call.
 _CHUNK_NBYTES: Final = 1 << 30
 
@@ -98,11 +102,11 @@ class LocalStore:
 
     def list(self, prefix: str = "") -> Iterator[Object]:
         directory, _, _ = check_prefix(prefix).rpartition("/")
-        with _translated(f"cannot list {self._root / directory}"):
+        with _translated(f"cannot list {self._root}"):
             self._check_root()
-            for found in self._walk(self._root / directory, f"{directory}/" if directory else "", ()):
-                if found.key.startswith(prefix) and not is_temporary(found.key):
-                    yield found
+        for found in self._walk(self._root / directory, f"{directory}/" if directory else "", ()):
+            if found.key.startswith(prefix) and not is_temporary(found.key):
+                yield found
 
     def delete(self, keys: Iterable[str]) -> None:
         paths = [self._root / check_key(key) for key in keys]
@@ -165,25 +169,36 @@ class LocalStore:
         raise AssertionError("unreachable")
 
     def _walk(self, directory: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[Object]:
-        """All files below `directory`. What disappears meanwhile is left out; what cannot be read raises."""
-        try:
-            status = directory.stat()
-            here = (status.st_dev, status.st_ino)
-            if here in above:  # a symbolic link that leads back
-                return
-            with os.scandir(directory) as entries:
-                found = sorted(entries, key=lambda entry: entry.name)
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        for entry in found:
+        """All files below `directory`. What disappears meanwhile, or leads nowhere, is left out; what cannot be read raises."""
+        with _translated(f"cannot list {directory}"):
             try:
-                if entry.is_dir():
-                    yield from self._walk(directory / entry.name, f"{prefix}{entry.name}/", (*above, here))
-                    continue
-                status = entry.stat()
-            except FileNotFoundError:
-                continue
-            yield Object(f"{prefix}{entry.name}", status.st_size, status.st_mtime)
+                status = directory.stat()
+                here = (status.st_dev, status.st_ino)
+                if here in above:  # a symbolic link that leads back
+                    return
+                with os.scandir(directory) as entries:
+                    found = sorted(entries, key=lambda entry: entry.name)
+            except OSError as exc:
+                if _leads_nowhere(exc) or (isinstance(exc, PermissionError) and above and directory == self._root / _LOST_AND_FOUND):
+                    return
+                raise
+        for entry in found:
+            with _translated(f"cannot list {directory}: cannot look at {entry.name}"):
+                try:
+                    file = None if entry.is_dir() else entry.stat()
+                except OSError as exc:
+                    if _leads_nowhere(exc):
+                        continue
+                    raise
+            if file is None:
+                yield from self._walk(directory / entry.name, f"{prefix}{entry.name}/", (*above, here))
+            else:
+                yield Object(f"{prefix}{entry.name}", file.st_size, file.st_mtime)
+
+
+def _leads_nowhere(exc: OSError) -> bool:
+    """Whether a name has gone, or is a symbolic link that ends at nothing or at itself."""
+    return isinstance(exc, FileNotFoundError | NotADirectoryError) or exc.errno == errno.ELOOP
 
 
 @contextlib.contextmanager

@@ -116,8 +116,12 @@ def check_table(table: Table) -> None:
             raise Corrupt(
                 f"the item {item.fqn[:80]!r} does not fit: container {item.at} to {end}, {item.nbytes} bytes of data at {item.raw_at}"
             )
-        if item.kind == Item.RAW and item.form >= forms:
+        if item.kind != Item.RAW:  # its bytes are its container: it may be empty, and then has no block
+            continue
+        if item.form >= forms:
             raise Corrupt(f"the item {item.fqn[:80]!r} names form {item.form} of {forms}")
+        if item.at == end:
+            raise Corrupt(f"the item {item.fqn[:80]!r} is a tensor without a container")
 
 
 def _check(manifest: Manifest) -> None:

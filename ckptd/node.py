@@ -24,7 +24,7 @@ from ckptd.attempt import Attempt, Drop, Effect, Forget, StopFlush, bound
 from ckptd.backlog import Backlog
 from ckptd.catalog import Catalog
 from ckptd.flusher import Flusher
-from ckptd.ledger import Ledger
+from ckptd.ledger import Entry, Ledger
 from ckptd.model import CheckpointId, mint_token
 from ckptd.segment import Segment, is_mapped
 from ckptd.table import parse_table, read_range
@@ -51,17 +51,23 @@ class Node:
         ledger: Ledger,
         flusher: Flusher,
         threads: Executor,
+        memory_threads: Executor,
+        flush_threads: Executor,
     ) -> None:
         self.arena = Arena(shm_dir, memory, victims=self._victims, evicted=self._evicted)
         self.name = node_name(shm_dir, mint_token())
         self.catalog = Catalog(self.name, open_timeout_seconds=open_timeout_seconds, codec=codec)
-        self.backlog = Backlog(self.catalog, self.arena, ledger, flusher, threads, self._apply)
+        self.backlog = Backlog(self.catalog, self.arena, ledger, flusher, flush_threads, self._apply)
         self.ledger = ledger
         self.threads = threads
+        self.memory_threads = memory_threads
         self.draining = False
         #: Other rooms' segments that may be lost, and who must be told: (victims, evicted).
         self.caches: list[tuple[Callable[[], Iterable[str]], Callable[[str], None]]] = []
+        #: Frees what a room keeps and nobody reads, when somebody waits for memory.
+        self.give_up_unread: Callable[[], None] = lambda: None
         self._changed = asyncio.Event()
+        self._waited_for: set[str] = set()
         self._learning: dict[str, asyncio.Task[None]] = {}
 
     # -- start ------------------------------------------------------------------------------
@@ -119,6 +125,7 @@ class Node:
         if not metadata:
             self._apply(self.catalog.restarted(checkpoint, rank, owner))
         self.catalog.waits(checkpoint, 1)
+        asyncio.get_running_loop().call_soon(self._make_way)
         try:
             segment = await self.arena.allocate(nbytes, owner, metadata=metadata, deadline=deadline)
         finally:
@@ -138,8 +145,9 @@ class Node:
         receipt.sealed_us = time.time_ns() // 1000
         if not shard.metadata:
             loop = asyncio.get_running_loop()
-            encoded = await loop.run_in_executor(self.threads, read_range, segment.path, nbytes, table_nbytes)
-            table = await loop.run_in_executor(self.threads, parse_table, encoded, nbytes)
+            # Threads of its own: those of the store may all be waiting for it.
+            encoded = await loop.run_in_executor(self.memory_threads, read_range, segment.path, nbytes, table_nbytes)
+            table = await loop.run_in_executor(self.memory_threads, parse_table, encoded, nbytes)
             receipt.raw_bytes = sum(item.nbytes for item in table.items)
             receipt.items = len(table.items)
         self.catalog.open_shard(token, owner)  # the lease may have ended meanwhile
@@ -157,7 +165,9 @@ class Node:
         """Binds the shards; when it returns they are accepted, whatever happens to this process."""
         self._refuse_if_draining()
         checkpoint = CheckpointId.parse(request.id)
-        await self._learn(checkpoint.run)
+        if checkpoint.run not in self._waited_for:  # once: a store that hangs must not slow down every save
+            self._waited_for.add(checkpoint.run)
+            await self._learn(checkpoint.run)
         record = self.catalog.prepare(request, time.time_ns() // 1000)
         name = record.summary.attempt
         try:
@@ -272,18 +282,20 @@ class Node:
         return self._learning[run]
 
     async def _ask_newest(self, run: str) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            asked = loop.run_in_executor(self.threads, self.ledger.latest, run)
-            entry = await asyncio.wait_for(asyncio.shield(asked), LEARN_SECONDS)
-        except errors.NotFound:
+        asked = asyncio.get_running_loop().run_in_executor(self.threads, self.ledger.latest, run)
+        asked.add_done_callback(lambda answer: self._learned(run, answer))
+        await asyncio.wait([asked], timeout=LEARN_SECONDS)
+
+    def _learned(self, run: str, answer: asyncio.Future[Entry]) -> None:
+        if answer.cancelled():
             return
-        except (errors.CkptdError, TimeoutError) as exc:
-            log.warning("the newest checkpoint of run %r in the store is not known: %s", run, str(exc) or "the store is slow")
-            self._learning.pop(run, None)
-            return
-        if entry.attempt is not None:
-            self.catalog.learn(run, entry.attempt)
+        error = answer.exception()
+        if error is None:
+            if (newest := answer.result().attempt) is not None:
+                self.catalog.learn(run, newest)
+        elif not isinstance(error, errors.NotFound):
+            log.warning("the newest checkpoint of run %r in the store is not known: %s", run, error)
+            self._learning.pop(run, None)  # the next save asks again
 
     def _apply(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
@@ -296,6 +308,11 @@ class Node:
                     self.backlog.stop(attempt)
         self.arena.poke()
         self._notify()
+
+    def _make_way(self) -> None:
+        """If somebody waits for memory by now."""
+        if self.arena.waiting:
+            self.give_up_unread()
 
     def _notify(self) -> None:
         self._changed.set()

@@ -22,6 +22,7 @@ from ckptd.segment import Segment, State, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
     from ckptd.shmdir import ShmDirectory
 
@@ -66,13 +67,16 @@ class Pool:
         return sorted((one for one in self if one.state == "spare"), key=lambda spare: spare.nbytes)
 
     def adopt(self, keep: Mapping[str, int]) -> set[str]:
-        """Takes the sealed segments in `keep` (token -> bytes) that are whole, unlinks every other segment's file."""
+        """Takes the sealed segments in `keep` (token -> bytes) that are whole, unlinks every other segment's file.
+
+        What cannot be unlinked is left, with a warning: it costs memory, but no start.
+        """
         for token, state, path in self._directory.segments():
             found = files.whole_nbytes(path)
             if state == "sealed" and token in keep and found is not None and found[1] >= keep[token]:
                 self._segments[token] = Segment(token, "", found[1], found[0], path, "sealed", found[1])
             else:
-                files.remove(path)
+                self._remove_left(path)
         return set(self._segments)
 
     def create(self, nbytes: int, owner: str, state: State, *, metadata: bool = False) -> Segment:
@@ -138,6 +142,12 @@ class Pool:
             files.remove(segment.path)
         self._segments.clear()
         self._leaving.clear()
+
+    def _remove_left(self, path: Path) -> None:
+        try:
+            files.remove(path)
+        except OSError as error:
+            _log.warning("%s is left alone: it cannot be removed (%s)", path, error.strerror)
 
     def _gone(self, segment: Segment) -> None:
         self._leaving.pop(segment.token, None)

@@ -9,39 +9,50 @@ attempt sees that attempt and no other. Lives on the loop; never writes to the s
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
-from ckptd import errors
+from ckptd import contents, errors
 from ckptd.attempt import Attempt
-from ckptd.fetcher import Cached, Fetcher, StoredBlock
+from ckptd.fetcher import Blocks, Fetcher
 from ckptd.ledger import Entry, Ledger, metadata_key
 from ckptd.model import CheckpointId
 from ckptd.node import Node, checkpoint_of
 from ckptd.segment import Segment
-from ckptd.table import read_range, read_table, write_range
+from ckptd.table import write_range
 from ckptd.v1.daemon_pb2 import Checkpoint
-from ckptd.v1.manifest_pb2 import Manifest, Summary, Tables
+from ckptd.v1.manifest_pb2 import Manifest, Summary
 
 T = TypeVar("T")
 R = TypeVar("R")
 #: Manifests and summaries kept: they never change, an attempt's name is theirs for good.
+#: How long an index waits for memory.
+INDEX_SECONDS = 30.0
 #: How long a store that hangs may keep a reader from what memory holds whole.
 PATIENCE_SECONDS = 3.0
 REMEMBERED_MANIFESTS = 4
 REMEMBERED_SUMMARIES = 10_000
 
 
-@dataclass(slots=True)
-class Index:
-    """What a reader needs to know first, in a segment: the client's metadata pickle, then the Tables."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a segment."""
 
     segment: Segment
-    metadata_nbytes: int
-    tables_nbytes: int
+    at: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Index:
+    """What a reader needs to know first: the client's metadata pickle, and each shard's encoded table."""
+
+    metadata: Piece
+    tables: list[Piece]
     readers: int = 0
 
 
@@ -54,12 +65,16 @@ class Source:
     attempt: Attempt | None
     index: Index
     contents: Manifest | None = None
-    held: list[tuple[Cached, list[StoredBlock]]] = field(default_factory=list)
+    held: list[Blocks] = field(default_factory=list)
 
     async def want(self, shard: int, items: Sequence[int], starts: Sequence[int], ends: Sequence[int], deadline: float | None) -> Segment:
         """The shard's segment, with the ranges present and kept until `copied`."""
         restore = self.restore
-        if self.attempt is not None and shard < len(self.attempt.record.shards):
+        if shard >= len(self.index.tables):
+            raise errors.InvalidRequest(f"{self.checkpoint.summary.id} has {len(self.index.tables)} shards, no shard {shard}")
+        if not len(items) == len(starts) == len(ends) or any(start > end for start, end in zip(starts, ends, strict=True)):
+            raise errors.InvalidRequest("a want has one start and one end per item, and no range ends before it starts")
+        if self.attempt is not None:
             token = self.attempt.record.shards[shard].token
             if token in self.attempt.held and not restore.node.arena.get(token).path.exists():
                 restore.node.vanished(token)
@@ -68,22 +83,20 @@ class Source:
                 return restore.node.arena.get(token)
         if self.contents is None:
             self.contents = await restore.manifest(CheckpointId.parse(self.checkpoint.summary.id), self.checkpoint.summary.attempt)
-        if shard >= len(self.contents.shards):
-            raise errors.InvalidRequest(f"{self.checkpoint.summary.id} has {len(self.contents.shards)} shards, not {shard + 1}")
-        cached = restore.fetcher.open(self.contents, shard)
-        blocks = cached.find(items, starts, ends)
-        restore.bytes_from["memory"] += sum(block.nbytes for block in blocks if block.key in cached.blocks)
-        await restore.fetcher.present(cached, blocks, deadline)
-        self.held.append((cached, blocks))
-        return cached.segment
+        found = restore.fetcher.find(self.contents, shard, items, starts, ends)
+        restore.bytes_from["memory"] += sum(block.nbytes for block in found.blocks if block.key in found.cached.blocks)
+        blocks = await restore.fetcher.present(self.contents, shard, found.blocks, deadline)
+        self.held.append(blocks)
+        return blocks.cached.segment
 
     def copied(self) -> None:
         """The reader has copied what it was given."""
-        for cached, blocks in self.held:
-            self.restore.fetcher.release(cached, blocks)
+        for blocks in self.held:
+            self.restore.fetcher.release(blocks)
         self.held.clear()
 
     def close(self) -> None:
+        """Lets go of everything."""
         self.copied()
         self.index.readers -= 1
         if self.attempt is not None:
@@ -107,6 +120,7 @@ class Restore:
         self._next: dict[tuple[str, object], asyncio.Task[object]] = {}
         node.caches.append((fetcher.victims, fetcher.evicted))
         node.caches.append((self._idle_indexes, self._index_evicted))
+        node.give_up_unread = fetcher.give_up_unread
 
     # -- which ------------------------------------------------------------------------------
 
@@ -123,7 +137,7 @@ class Restore:
                 entry = await self._ask("latest", target, self.ledger.latest)
         except errors.NotFound:
             entry = None
-        except errors.Unavailable as exc:
+        except (errors.Unavailable, errors.StoreError) as exc:
             return self._without_store(target, exc)
         except TimeoutError:
             return self._without_store(target, errors.Unavailable("the store does not answer"))
@@ -152,7 +166,7 @@ class Restore:
             if checkpoint not in lines and (run is None or checkpoint.run == run):
                 lines[checkpoint] = Checkpoint(summary=Summary(id=str(checkpoint)), state=Checkpoint.INCOMPLETE, reason=reason)
         ordered = [lines[checkpoint] for checkpoint in sorted(lines, key=lambda c: (c.run, c.step is not None, c.step or 0, c.name))]
-        mark_abandoned(ordered)
+        contents.mark_abandoned(ordered)
         return ordered
 
     # -- reading ----------------------------------------------------------------------------
@@ -194,8 +208,8 @@ class Restore:
         """Names of the data files of a durable checkpoint; none if it is only in memory."""
         if line.state != Checkpoint.DURABLE:
             return []
-        contents = await self.manifest(CheckpointId.parse(line.summary.id), line.summary.attempt)
-        return [shard.file for shard in contents.shards if shard.file]
+        found = await self.manifest(CheckpointId.parse(line.summary.id), line.summary.attempt)
+        return [shard.file for shard in found.shards if shard.file]
 
     async def stock(self, checkpoint: CheckpointId) -> bytes:
         """The `.metadata` of a checkpoint that DCP itself wrote."""
@@ -207,51 +221,56 @@ class Restore:
 
     def close(self) -> None:
         """Gives the index segments back."""
-        for task in self._indexes.values():
-            if task.done() and not failed(task):
-                self.node.arena.drop(task.result().segment.token)
+        for index in self._made_indexes().values():
+            self.node.arena.drop(index.metadata.segment.token)
 
     # -- inside -----------------------------------------------------------------------------
 
     async def _index(self, checkpoint: CheckpointId, name: str, attempt: Attempt | None) -> Index:
+        if attempt is not None and attempt.whole:
+            # Where it lies already: what was accepted can be given back however full the memory is.
+            held = {token: self.node.arena.get(token) for token in attempt.tokens}
+            record = attempt.record
+            tables = [Piece(held[receipt.token], receipt.nbytes, receipt.table_nbytes) for receipt in record.shards]
+            return Index(Piece(held[record.metadata.token], 0, record.metadata.nbytes), tables, readers=1)
         made = self._indexes.get(name)
-        if made is not None and made.done() and not failed(made) and not made.result().segment.path.exists():
-            self.node.arena.drop(made.result().segment.token)  # somebody removed the file
+        if made is not None and made.done() and not failed(made) and not made.result().metadata.segment.path.exists():
+            self.node.arena.drop(made.result().metadata.segment.token)  # somebody removed the file
             made = None
         if made is None or failed(made):
-            self._indexes[name] = asyncio.create_task(self._make_index(checkpoint, name, attempt))
+            self._indexes[name] = asyncio.create_task(self._make_index(checkpoint, name))
         index = await asyncio.shield(self._indexes[name])
         index.readers += 1
         return index
 
-    async def _make_index(self, checkpoint: CheckpointId, name: str, attempt: Attempt | None) -> Index:
-        if attempt is not None and attempt.whole:
-            arena, record = self.node.arena, attempt.record
-            paths = [arena.get(receipt.token).path for receipt in record.shards]
+    async def _make_index(self, checkpoint: CheckpointId, name: str) -> Index:
+        """Reads the index from the store into a segment of its own."""
+        found = await self.manifest(checkpoint, name)
+        entry = await self._same(checkpoint, name)
+        try:
+            pickle = await self._run(self.ledger.metadata_pickle, entry, found)
+        except errors.NotFound as exc:
+            raise errors.LeaseLost(f"{checkpoint} was saved again or deleted since it was resolved: load again") from exc
+        parts = [pickle, *(shard.table.SerializeToString() for shard in found.shards)]
+        whole = b"".join(parts)
+        deadline = asyncio.get_running_loop().time() + INDEX_SECONDS
+        allocated = await self.node.arena.allocate(len(whole), "", metadata=True, deadline=deadline)
+        await self._run(write_range, allocated.path, 0, whole)
+        self.node.arena.seal(allocated.token, len(whole))
+        segment = self.node.arena.get(allocated.token)
+        ends = list(itertools.accumulate(map(len, parts)))
+        pieces = [Piece(segment, end - len(part), len(part)) for part, end in zip(parts, ends, strict=True)]
+        return Index(pieces[0], pieces[1:])
 
-            def from_memory() -> tuple[bytes, bytes]:
-                tables = Tables(shards=[read_table(path, receipt) for path, receipt in zip(paths, record.shards, strict=True)])
-                return read_range(arena.get(record.metadata.token).path, 0, record.metadata.nbytes), tables.SerializeToString()
-
-            pickle, tables = await self._run(from_memory)
-        else:
-            contents = await self.manifest(checkpoint, name)
-            entry = await self._same(checkpoint, name)
-            pickle = await self._run(self.ledger.metadata_pickle, entry, contents)
-            tables = Tables(shards=[shard.table for shard in contents.shards]).SerializeToString()
-        deadline = asyncio.get_running_loop().time() + 30.0
-        segment = await self.node.arena.allocate(len(pickle) + len(tables), "", metadata=True, deadline=deadline)
-        await self._run(write_range, segment.path, 0, pickle + tables)
-        self.node.arena.seal(segment.token, len(pickle) + len(tables))
-        return Index(self.node.arena.get(segment.token), len(pickle), len(tables))
+    def _made_indexes(self) -> dict[str, Index]:
+        return {name: task.result() for name, task in self._indexes.items() if task.done() and not failed(task)}
 
     def _idle_indexes(self) -> list[str]:
-        made = [task.result() for task in self._indexes.values() if task.done() and not failed(task)]
-        return [index.segment.token for index in made if index.readers == 0]
+        return [index.metadata.segment.token for index in self._made_indexes().values() if index.readers == 0]
 
     def _index_evicted(self, token: str) -> None:
-        for name, task in list(self._indexes.items()):
-            if task.done() and not failed(task) and task.result().segment.token == token:
+        for name, index in self._made_indexes().items():
+            if index.metadata.segment.token == token:
                 del self._indexes[name]
 
     async def _same(self, checkpoint: CheckpointId, name: str) -> Entry:
@@ -276,7 +295,7 @@ class Restore:
         now = [a for a in self.node.catalog.attempts.values() if a.restorable and a.state != Checkpoint.DURABLE]
         return [*now, *(attempt for attempt in before if attempt.restorable and attempt not in now)]
 
-    def _without_store(self, target: CheckpointId | str, error: errors.Unavailable) -> Checkpoint:
+    def _without_store(self, target: CheckpointId | str, error: errors.Unavailable | errors.StoreError) -> Checkpoint:
         """What can be said while the store cannot be read: an id that memory holds whole, and nothing about the newest."""
         if isinstance(target, CheckpointId):
             attempt = self.node.catalog.newest_of(target)
@@ -285,7 +304,7 @@ class Restore:
             return checkpoint_of(attempt)
         here = self.node.catalog.latest(target)
         hint = f"; memory holds {here.id}: load it by its id if you know that it is the newest" if here is not None else ""
-        raise errors.Unavailable(f"the newest checkpoint is not known while the store cannot be read: {error}{hint}") from error
+        raise type(error)(f"the newest checkpoint is not known while the store cannot be read: {error}{hint}") from error
 
     async def _readable(self, entry: Entry) -> Checkpoint:
         """One durable checkpoint. Raises Corrupt if not even its summary can be read."""
@@ -348,18 +367,3 @@ def failed(task: asyncio.Task[T]) -> bool:
 def order(entry: Entry) -> str:
     """Where a durable checkpoint stands in time, as text that sorts with attempt tokens."""
     return entry.attempt if entry.attempt is not None else f"{entry.accepted_us:016x}"
-
-
-def mark_abandoned(lines: Sequence[Checkpoint]) -> None:
-    """Marks checkpoints of a branch that a rollback left: one of the run with no higher step was accepted later."""
-    stepped = []
-    for line in lines:
-        checkpoint = CheckpointId.parse(line.summary.id)
-        step = line.summary.step if line.summary.HasField("step") else checkpoint.step
-        if step is not None and line.summary.attempt:
-            stepped.append((checkpoint.run, step, line.summary.attempt, line))
-    newest = ("", "")  # run, and the newest attempt at lower steps of it
-    for run, _, attempt, line in sorted(stepped, key=lambda found: found[:3]):
-        before = newest[1] if newest[0] == run else ""
-        line.abandoned = before > attempt
-        newest = run, max(before, attempt)

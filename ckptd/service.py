@@ -17,12 +17,12 @@ from ckptd import __version__, contents, errors
 from ckptd.metadata import read as read_metadata
 from ckptd.model import CheckpointId, parse_run, parse_target
 from ckptd.node import Node, checkpoint_of
-from ckptd.restore import Restore
+from ckptd.restore import Piece, Restore
 from ckptd.segment import Segment
 from ckptd.table import read_range
 from ckptd.v1 import daemon_pb2 as pb
 from ckptd.v1.daemon_pb2_grpc import DaemonServicer
-from ckptd.v1.manifest_pb2 import Receipt, Tables
+from ckptd.v1.manifest_pb2 import Receipt, Table
 
 log = logging.getLogger(__name__)
 #: Trailing metadata key that carries the kind of an error.
@@ -31,8 +31,8 @@ KIND_KEY = "ckptd-kind"
 ANSWER_BEFORE_SECONDS = 0.5
 #: Headers have bounds of their own; a longer message would replace itself by a protocol error.
 LONGEST_MESSAGE = 4_000
-#: Messages stay far below gRPC's 4 MiB.
-TENSORS_PER_REPLY = 2_000
+#: A reply is sent when it has grown to this; gRPC takes 4 MiB.
+REPLY_NBYTES = 1024 * 1024
 #: A want waits this long for memory.
 WANT_SECONDS = 120.0
 
@@ -116,12 +116,8 @@ class Service(DaemonServicer):
                     if step != "open":
                         raise errors.InvalidRequest("a load begins with `open`")
                     source = await self.restore.open(CheckpointId.parse(request.open.id), request.open.attempt)
-                    index = source.index
                     opened = pb.LoadReply.Opened(
-                        index=describe(index.segment),
-                        metadata_nbytes=index.metadata_nbytes,
-                        tables_nbytes=index.tables_nbytes,
-                        checkpoint=source.checkpoint,
+                        metadata=piece(source.index.metadata), tables=map(piece, source.index.tables), checkpoint=source.checkpoint
                     )
                     yield pb.LoadReply(opened=opened)
                 elif step == "want":
@@ -146,23 +142,28 @@ class Service(DaemonServicer):
     async def Show(self, request: pb.ShowRequest, context: Context) -> AsyncIterator[pb.ShowReply]:
         line = await self.restore.resolve(parse_target(request.id))
         checkpoint = CheckpointId.parse(line.summary.id)
-        tables = Tables()
+        tables: list[Table] = []
         if line.stock:
             pickle = await self.restore.stock(checkpoint)
         else:
             source = await self.restore.open(checkpoint, line.summary.attempt)
             try:
-                path, nbytes = source.index.segment.path, source.index.metadata_nbytes
-                pickle = await asyncio.to_thread(read_range, path, 0, nbytes)
-                tables = Tables.FromString(await asyncio.to_thread(read_range, path, nbytes, source.index.tables_nbytes))
+                pickle, *encoded = await asyncio.to_thread(lambda: [read_piece(p) for p in (source.index.metadata, *source.index.tables)])
             finally:
                 source.close()
+            tables = await asyncio.to_thread(lambda: [Table.FromString(one) for one in encoded])
         found = await asyncio.to_thread(read_metadata, pickle)
         files = contents.files(found) if line.stock else await self.restore.files(line)
-        tensors = await asyncio.to_thread(contents.lines, found, tables.shards)
+        tensors = await asyncio.to_thread(contents.lines, found, tables)
         yield pb.ShowReply(checkpoint=line, files=files)
-        for start in range(0, len(tensors), TENSORS_PER_REPLY):
-            yield pb.ShowReply(tensors=tensors[start : start + TENSORS_PER_REPLY])
+        reply, nbytes = pb.ShowReply(), 0
+        for tensor in tensors:
+            reply.tensors.append(tensor)
+            nbytes += tensor.ByteSize()
+            if nbytes > REPLY_NBYTES:
+                yield reply
+                reply, nbytes = pb.ShowReply(), 0
+        yield reply
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         return self.status()
@@ -171,6 +172,16 @@ class Service(DaemonServicer):
 def describe(segment: Segment) -> pb.Segment:
     """A segment as the wire shows it."""
     return pb.Segment(token=segment.token, path=str(segment.path), inode=segment.inode, nbytes=segment.nbytes)
+
+
+def piece(part: Piece) -> pb.LoadReply.Piece:
+    """A part of a segment as the wire shows it."""
+    return pb.LoadReply.Piece(segment=describe(part.segment), at=part.at, nbytes=part.nbytes)
+
+
+def read_piece(part: Piece) -> bytes:
+    """Its bytes."""
+    return read_range(part.segment.path, part.at, part.nbytes)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs

@@ -50,7 +50,10 @@ class Direct:
     def show(self, target: str) -> Shown:
         """One checkpoint by id, ``latest`` or ``<run>/latest``; raises NotFound, Corrupt."""
         entry = self._find(target)
-        pickled = metadata.read(self._store.get(entry.metadata.key))
+        try:
+            pickled = metadata.read(self._store.get(entry.metadata.key))
+        except Corrupt as exc:
+            raise Corrupt(f"{entry.metadata.key} is damaged: {exc}; load another checkpoint") from exc
         tables = [] if entry.attempt is None else [shard.table for shard in self._ledger.manifest(entry).shards]
         return Shown(
             checkpoint=_durable(self._ledger.summary(entry), entry),

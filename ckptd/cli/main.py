@@ -8,15 +8,19 @@ Never shows a traceback, unless ``--log-level debug`` asks for it.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 from ckptd import __version__
-from ckptd.cli import read, serve
+from ckptd.cli import output, read, serve
 from ckptd.errors import CkptdError, InvalidRequest
+
+_log = logging.getLogger(__name__)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -33,26 +37,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    with _unraisable(lambda: _wants_traceback(arguments)):
+        try:
+            arguments = _parsed(argv)
+            status: int = arguments.run(arguments)
+            output.flush()
+        except CkptdError as error:
+            _say(str(error) or type(error).__name__)
+            _trace(arguments)
+            return error.exit_status
+        except KeyboardInterrupt:
+            return 130
+        except BrokenPipeError:
+            output.abandon(sys.stdout)
+            return 141
+        except Exception as error:  # noqa: BLE001 - the last edge: a user gets a line, not a traceback
+            hint = "" if _wants_traceback(arguments) else " (this is a defect of ckptd; --log-level debug shows where)"
+            _say(f"{type(error).__name__}: {error}{hint}")
+            _trace(arguments)
+            return 1
+        return status
+
+
+@contextlib.contextmanager
+def _unraisable(wants_traceback: Callable[[], bool]) -> Iterator[None]:
+    """Inside it, what goes wrong where Python can raise nothing is a line of the log: some storage packages fail once more in `__del__`."""
+    before = sys.unraisablehook
+
+    def tell(what: Any) -> None:
+        if wants_traceback():
+            before(what)
+        else:
+            _log.info("ignored %s: %s", what.exc_type.__name__, what.exc_value)
+
+    sys.unraisablehook = tell
     try:
-        arguments = _parser().parse_args(argv)
-        status: int = arguments.run(arguments)
-        sys.stdout.flush()
-    except CkptdError as error:
-        _say(str(error) or type(error).__name__)
-        _trace(arguments)
-        return error.exit_status
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # What is still buffered has no reader either: Python must not try again when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except Exception as error:  # noqa: BLE001 - the last edge: a user gets a line, not a traceback
-        hint = "" if _wants_traceback(arguments) else " (this is a defect of ckptd; --log-level debug shows where)"
-        _say(f"{type(error).__name__}: {error}{hint}")
-        _trace(arguments)
-        return 1
-    return status
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    try:
+        return _parser().parse_args(argv)
+    except SystemExit:  # --help or --version has been answered
+        output.flush()
+        raise
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,7 +95,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _say(message: str) -> None:
-    print(f"ckptd: {' '.join(message.split())}", file=sys.stderr)
+    if sys.stderr is not None:  # print would take standard output instead
+        try:
+            print(f"ckptd: {' '.join(message.split())}", file=sys.stderr)
+        except OSError:
+            output.abandon(sys.stderr)  # the exit status says what it can
 
 
 def _trace(arguments: argparse.Namespace | None) -> None:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from ckptd import config
-from ckptd.cli import documents
+from ckptd.cli import documents, output
 from ckptd.errors import InvalidRequest
 from ckptd.model import parse_run, parse_target
 
@@ -65,11 +65,11 @@ def _list(arguments: argparse.Namespace) -> int:
         listed = sorted(source.checkpoints(run), key=documents.order)
         where = source.where
     if arguments.json:
-        print(documents.text([documents.checkpoint(one) for one in listed]))
+        output.write(documents.text([documents.checkpoint(one) for one in listed]) + "\n")
         return 0
     from ckptd.cli import render  # only people need rich
 
-    sys.stdout.write(render.checkpoints(listed, where))
+    output.write(render.checkpoints(listed, where))
     return 0
 
 
@@ -78,11 +78,11 @@ def _show(arguments: argparse.Namespace) -> int:
     with _source(arguments) as source:
         whole = source.show(arguments.id)
     if arguments.json:
-        print(documents.text(documents.shown(whole)))
+        output.write(documents.text(documents.shown(whole)) + "\n")
         return 0
     from ckptd.cli import render  # only people need rich
 
-    sys.stdout.write(render.shown(whole))
+    output.write(render.shown(whole))
     return 0
 
 
@@ -90,11 +90,11 @@ def _status(arguments: argparse.Namespace) -> int:
     with _daemon(arguments) as daemon:
         reply = daemon.status()
     if arguments.json:
-        print(documents.text(documents.status(reply)))
+        output.write(documents.text(documents.status(reply)) + "\n")
         return 0
     from ckptd.cli import render  # only people need rich
 
-    sys.stdout.write(render.status(reply))
+    output.write(render.status(reply))
     return 0
 
 
@@ -111,7 +111,7 @@ def _wait(arguments: argparse.Namespace) -> int:
     if durable is None:
         print(f"ckptd: {arguments.id} is not durable after {timeout_seconds:g} s", file=sys.stderr)
         return 1
-    print(f"{durable} is durable")
+    output.write(f"{durable} is durable\n")
     return 0
 
 

@@ -7,6 +7,7 @@ control characters. When stdout is no terminal nothing is cut to its width.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 
@@ -158,7 +159,20 @@ def _facts(*pairs: tuple[str, str]) -> Table:
 
 
 def _render(content: RenderableType) -> str:
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _UNLIMITED, highlight=False)
-    with console.capture() as captured:
-        console.print(content)
-    return "".join(line.rstrip() + "\n" for line in captured.get().splitlines())
+    page = _Page()
+    Console(file=page, width=None if page.isatty() else _UNLIMITED, highlight=False).print(content)
+    return "".join(line.rstrip() + "\n" for line in page.getvalue().splitlines())
+
+
+class _Page(io.StringIO):
+    """Text that is rendered for what standard output can show. Touches that as little as if it were closed."""
+
+    encoding = "utf-8"
+
+    def __init__(self) -> None:
+        super().__init__()
+        if sys.stdout is not None:  # None: it was closed from the start
+            self.encoding = sys.stdout.encoding or self.encoding
+
+    def isatty(self) -> bool:
+        return sys.stdout is not None and sys.stdout.isatty()

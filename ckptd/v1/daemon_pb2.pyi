@@ -210,17 +210,24 @@ class LoadRequest(_message.Message):
 
 class LoadReply(_message.Message):
     __slots__ = ("opened", "present")
+    class Piece(_message.Message):
+        __slots__ = ("segment", "at", "nbytes")
+        SEGMENT_FIELD_NUMBER: _ClassVar[int]
+        AT_FIELD_NUMBER: _ClassVar[int]
+        NBYTES_FIELD_NUMBER: _ClassVar[int]
+        segment: Segment
+        at: int
+        nbytes: int
+        def __init__(self, segment: _Optional[_Union[Segment, _Mapping]] = ..., at: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
     class Opened(_message.Message):
-        __slots__ = ("index", "metadata_nbytes", "tables_nbytes", "checkpoint")
-        INDEX_FIELD_NUMBER: _ClassVar[int]
-        METADATA_NBYTES_FIELD_NUMBER: _ClassVar[int]
-        TABLES_NBYTES_FIELD_NUMBER: _ClassVar[int]
+        __slots__ = ("metadata", "tables", "checkpoint")
+        METADATA_FIELD_NUMBER: _ClassVar[int]
+        TABLES_FIELD_NUMBER: _ClassVar[int]
         CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
-        index: Segment
-        metadata_nbytes: int
-        tables_nbytes: int
+        metadata: LoadReply.Piece
+        tables: _containers.RepeatedCompositeFieldContainer[LoadReply.Piece]
         checkpoint: Checkpoint
-        def __init__(self, index: _Optional[_Union[Segment, _Mapping]] = ..., metadata_nbytes: _Optional[int] = ..., tables_nbytes: _Optional[int] = ..., checkpoint: _Optional[_Union[Checkpoint, _Mapping]] = ...) -> None: ...
+        def __init__(self, metadata: _Optional[_Union[LoadReply.Piece, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[LoadReply.Piece, _Mapping]]] = ..., checkpoint: _Optional[_Union[Checkpoint, _Mapping]] = ...) -> None: ...
     class Present(_message.Message):
         __slots__ = ("segment",)
         SEGMENT_FIELD_NUMBER: _ClassVar[int]

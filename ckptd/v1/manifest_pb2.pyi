@@ -165,9 +165,3 @@ class Manifest(_message.Message):
     metadata_hash: bytes
     block_nbytes: int
     def __init__(self, summary: _Optional[_Union[Summary, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[StoredShard, _Mapping]]] = ..., metadata_head: _Optional[int] = ..., metadata_nbytes: _Optional[int] = ..., metadata_hash: _Optional[bytes] = ..., block_nbytes: _Optional[int] = ...) -> None: ...
-
-class Tables(_message.Message):
-    __slots__ = ("shards",)
-    SHARDS_FIELD_NUMBER: _ClassVar[int]
-    shards: _containers.RepeatedCompositeFieldContainer[Table]
-    def __init__(self, shards: _Optional[_Iterable[_Union[Table, _Mapping]]] = ...) -> None: ...

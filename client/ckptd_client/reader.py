@@ -69,6 +69,8 @@ class DaemonStorageReader(StorageReader):
     Every error is one of ``ckptd.errors``, inside the CheckpointException that DCP raises on all ranks.
     """
 
+    _tables: list[manifest_pb2.Table]
+
     def __init__(self, checkpoint_id: str | os.PathLike[str] | None = None, *, address: str | None = None, fallback: bool = False) -> None:
         super().__init__()
         if fallback:
@@ -128,7 +130,7 @@ class DaemonStorageReader(StorageReader):
         metadata = pickles.load(pickled, checkpoint_id)
         metadata.storage_meta = StorageMeta(checkpoint_id=checkpoint_id, load_id=attempt)
         self._tables = tables
-        for shard, table in enumerate(tables.shards):
+        for shard, table in enumerate(tables):
             for number, item in enumerate(table.items):
                 self._places[item.fqn, tuple(item.offset) if item.has_offset else None] = plans.Place(shard, number, item)
         self._source = (checkpoint_id, attempt)
@@ -173,7 +175,7 @@ class DaemonStorageReader(StorageReader):
 
     def _forget(self) -> None:
         self._source = ("", "")
-        self._tables = manifest_pb2.Tables()
+        self._tables = []
         self._places: dict[tuple[bytes, tuple[int, ...] | None], plans.Place] = {}
         self._limit = plans.BATCH_NBYTES
 
@@ -224,7 +226,7 @@ class DaemonStorageReader(StorageReader):
         del targets[id(request)]
 
     def _form(self, place: plans.Place) -> manifest_pb2.Form:
-        return self._tables.shards[place.shard].forms[place.item.form]
+        return self._tables[place.shard].forms[place.item.form]
 
     def _dtype(self, place: plans.Place) -> torch.dtype:
         name = self._form(place).dtype

@@ -42,11 +42,9 @@ class LoadStream:
         """Opens the attempt, which has to come first; from here on nothing of it goes away."""
         return self._ask(daemon_pb2.LoadRequest(open=self._open)).opened
 
-    def index(self, opened: daemon_pb2.LoadReply.Opened) -> tuple[bytes, manifest_pb2.Tables]:
-        """The metadata pickle and the item tables of what was opened."""
-        mapping = self._mapping(opened.index)
-        pickled = bytes(mapping.view(0, opened.metadata_nbytes))
-        return pickled, manifest_pb2.Tables.FromString(bytes(mapping.view(opened.metadata_nbytes, opened.tables_nbytes)))
+    def index(self, opened: daemon_pb2.LoadReply.Opened) -> tuple[bytes, list[manifest_pb2.Table]]:
+        """The metadata pickle and the shards' item tables of what was opened."""
+        return self._read(opened.metadata), [manifest_pb2.Table.FromString(self._read(table)) for table in opened.tables]
 
     def fetch(self, want: daemon_pb2.LoadRequest.Want) -> Mapping:
         """Returns the shard's segment, mapped; the ranges that were wanted are there, the rest may not be."""
@@ -66,6 +64,9 @@ class LoadStream:
         for mapping in self._mappings.values():
             mapping.close()
         self._mappings.clear()
+
+    def _read(self, piece: daemon_pb2.LoadReply.Piece) -> bytes:
+        return bytes(self._mapping(piece.segment).view(piece.at, piece.nbytes))
 
     def _mapping(self, segment: daemon_pb2.Segment) -> Mapping:
         mapping = self._mappings.get(segment.inode)

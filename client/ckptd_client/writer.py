@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckptd.errors import CkptdError, InvalidRequest, NotFound, Unavailable, WrongPhase
+from ckptd.errors import CkptdError, InvalidRequest, NotFound, StoreError, Unavailable, WrongPhase
 from ckptd.v1 import daemon_pb2, manifest_pb2
 from ckptd_client import metadata as pickles
 from ckptd_client.channel import Daemon, connect, unanswered, warn_once
@@ -184,7 +184,7 @@ def _is_new(daemon: Daemon, checkpoint_id: str) -> bool:
         found = daemon.resolve(daemon_pb2.ResolveRequest(id=checkpoint_id), seconds=_CHECK_SECONDS)
     except NotFound:
         return True
-    except Unavailable:
+    except (StoreError, Unavailable):
         return False
     if found.stock or found.state == daemon_pb2.Checkpoint.DURABLE:
         raise WrongPhase(f"checkpoint {checkpoint_id!r} is already durable: choose another id, or pass overwrite=True to replace it")

@@ -264,7 +264,7 @@ def test_a_restart_with_an_emptied_shm_dir_loads_from_the_store(tmp_path: Path, 
         wait("step-1", address=daemon.address, timeout=60)
         daemon.kill()
         shutil.rmtree(daemon.shm_dir)
-        daemon.shm_dir.mkdir()
+        daemon.shm_dir.mkdir(mode=0o700)
         daemon.start()
         loaded = blank(state)
         dcp.load(loaded, storage_reader=DaemonStorageReader("latest", address=daemon.address))

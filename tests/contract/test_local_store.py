@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,15 +109,62 @@ def test_a_root_that_cannot_be_written_is_the_operators() -> None:
         open_store("/sys/ckptd").probe()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_directory_that_cannot_be_read_is_an_error_and_not_empty(tmp_path: Path) -> None:
-    (tmp_path / "run-a" / "step-1").mkdir(parents=True)
-    (tmp_path / "run-a").chmod(0)
+@contextlib.contextmanager
+def unreadable(directory: Path) -> Iterator[None]:
+    """Inside it the directory cannot be read, not even by root, who is somebody else for as long."""
+    directory.chmod(0)
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
     try:
-        with pytest.raises(StoreError, match="access"):
-            list(open_store(str(tmp_path)).list())
+        yield
     finally:
-        (tmp_path / "run-a").chmod(0o700)
+        if root:
+            os.seteuid(0)
+        directory.chmod(0o700)
+
+
+@pytest.fixture
+def open_root() -> Iterator[Path]:
+    """A directory that others may read, on a way that others may go."""
+    directory = Path(tempfile.mkdtemp(prefix="ckptd-test-"))
+    directory.chmod(0o755)
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("where", ["run-a", "run-a/step-1", "run-a/lost+found"])
+def test_a_directory_that_cannot_be_read_is_an_error_that_names_it_and_not_empty(open_root: Path, where: str) -> None:
+    (open_root / where).mkdir(parents=True)
+    with unreadable(open_root / where):
+        store = open_store(str(open_root))
+        with pytest.raises(
+            StoreError, match=re.escape(f"cannot list {open_root / where}: Permission denied; give the daemon's user access")
+        ):
+            list(store.list())
+
+
+def test_an_unreadable_lost_and_found_in_the_root_holds_no_checkpoint(open_root: Path) -> None:
+    store = LocalStore(open_root)
+    store.put("step-1/.metadata", lambda: [b"1"])
+    store.put("lost+found/step-2/.metadata", lambda: [b"1"])
+    with unreadable(open_root / "lost+found"):
+        assert [found.key for found in store.list()] == ["step-1/.metadata"]
+        with pytest.raises(StoreError, match=r"lost\+found"):
+            list(store.list("lost+found/"))
+    assert [found.key for found in store.list()] == ["lost+found/step-2/.metadata", "step-1/.metadata"]
+
+
+def test_links_that_lead_back_to_themselves_are_nothing(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("run/step-1/.metadata", lambda: [b"1"])
+    for at in (tmp_path, tmp_path / "run", tmp_path / "run" / "step-1"):
+        (at / "self").symlink_to("self")
+        (at / "ping").symlink_to("pong")
+        (at / "pong").symlink_to("ping")
+    for prefix in ("", "run/", "run/step-1/"):
+        assert [found.key for found in store.list(prefix)] == ["run/step-1/.metadata"]
+    assert list(store.list("self/")) == []
 
 
 def test_a_root_that_does_not_exist_is_an_error_to_read_and_made_to_write(tmp_path: Path) -> None:

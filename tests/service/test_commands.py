@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +123,14 @@ def test_a_damaged_checkpoint_does_not_hide_the_others(daemon: DaemonProcess, tm
     assert listed[0]["reason"]
     done = ckptd("show", "step-1", "--store", str(tmp_path))
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data + b".", lambda _: b""], ids=["cut", "longer", "empty"])
+@pytest.mark.parametrize("name", ["run-a/step-2", "run-a/step-7"], ids=["ours", "stock"])
+def test_show_names_the_object_that_is_damaged(daemon: DaemonProcess, tmp_path: Path, name: str, damage: Callable[[bytes], bytes]) -> None:
+    subprocess.run(["cp", "-r", f"{daemon.store}/.", tmp_path], check=True)
+    path = tmp_path / name / ".metadata"
+    path.write_bytes(damage(path.read_bytes()))
+    done = ckptd("show", name, "--store", str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert f"{name}/.metadata is damaged" in done.stderr

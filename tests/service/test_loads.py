@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import threading
@@ -15,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
-from daemons import DaemonProcess
+from daemons import FAULTY, DaemonProcess
 
 NUMEL = 3 * 1024 * 1024
 
@@ -152,3 +153,78 @@ def test_two_data_files_in_each_others_place_are_found(tmp_path: Path) -> None:
                 dcp.load(
                     {"t": torch.zeros(NUMEL)}, checkpoint_id=f"step-{step}", storage_reader=DaemonStorageReader(address=daemon.address)
                 )
+
+
+def on_tmpfs(daemon: DaemonProcess) -> int:
+    """Bytes of all segments now."""
+    nbytes = 0
+    for path in daemon.shm_dir.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if path.suffix in (".open", ".sealed", ".spare", ".cache"):
+                nbytes += path.stat().st_blocks * 512
+    return nbytes
+
+
+def test_readers_and_a_save_share_a_memory_that_is_too_small_for_all(tmp_path: Path) -> None:
+    save(tmp_path / "store")
+    with DaemonProcess(str(tmp_path / "store"), memory="40MiB") as daemon:
+        found = [blank() for _ in range(6)]
+        failures: list[BaseException] = []
+
+        def run(call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+            try:
+                call(*arguments, **options)
+            except BaseException as exc:  # noqa: BLE001 - looked at below
+                failures.append(exc)
+
+        threads = [threading.Thread(target=run, args=(load, daemon, into)) for into in found]
+        for number in range(4):
+            writer = DaemonStorageWriter(f"other/step-{number}", address=daemon.address)
+            threads.append(
+                threading.Thread(target=run, args=(dcp.save, {"t": torch.ones(4 * 1024 * 1024)}), kwargs={"storage_writer": writer})
+            )
+        for thread in threads:
+            thread.start()
+        used = 0
+        while any(thread.is_alive() for thread in threads):
+            status = json.loads(daemon.cli("status", "--json").stdout)
+            used = max(used, status["used"])
+            on_tmpfs = sum(
+                path.stat().st_blocks * 512 for path in list(daemon.shm_dir.iterdir()) if path.exists() and path.suffix != ".record"
+            )
+            assert on_tmpfs <= status["memory"] + 64 * 1024
+        assert failures == []
+        assert used <= 40 * 1024 * 1024
+        assert all(equal(into) for into in found)
+
+
+def test_many_small_items_stream_through_a_small_memory(tmp_path: Path) -> None:
+    values = {f"t{number}": torch.full((1250,), float(number)) for number in range(6000)}
+    with DaemonProcess(str(tmp_path / "store")) as daemon:
+        dcp.save(values, checkpoint_id="step-1", storage_writer=DaemonStorageWriter(address=daemon.address))
+        wait("step-1", address=daemon.address, timeout=60)
+    with DaemonProcess(str(tmp_path / "store"), memory="16MiB") as daemon:
+        found = load(daemon, {key: torch.zeros(1250) for key in values})
+        assert all(torch.equal(found[key], tensor) for key, tensor in values.items())
+
+
+@pytest.mark.filterwarnings("ignore:ckptd:UserWarning")
+def test_what_was_accepted_can_be_loaded_from_a_memory_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTD_SAVE_TIMEOUT", "3")
+    control = tmp_path / "control"
+    control.write_text('{"raise": "ENOSPC"}')
+    store = f"faulty://{tmp_path / 'store'}"
+    with DaemonProcess(store, program=FAULTY, env={"FAULTY_CONTROL": str(control)}, memory="32MiB") as daemon:
+        accepted = []
+        for number in range(100):
+            writer = DaemonStorageWriter(f"step-{number}", address=daemon.address)
+            try:
+                dcp.save({"t": torch.full((500_000,), float(number))}, storage_writer=writer)
+            except CheckpointException:
+                break
+            accepted.append(number)
+        assert len(accepted) < 100
+        for number in accepted:
+            found = {"t": torch.zeros(500_000)}
+            dcp.load(found, checkpoint_id=f"step-{number}", storage_reader=DaemonStorageReader(address=daemon.address))
+            assert bool((found["t"] == number).all())

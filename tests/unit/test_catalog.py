@@ -258,3 +258,48 @@ def test_ended_attempts_are_not_remembered_without_end() -> None:
         driver.save("step-1")
     assert len(driver.catalog.attempts) < 300
     assert len(driver.catalog.shards) == 3
+
+
+def test_the_metadata_pickle_is_no_shard_and_a_shard_no_metadata_pickle() -> None:
+    driver = Driver()
+    request = driver.request("step-1", world=1)
+    for shards, metadata in (([request.shards[0]], request.shards[0]), ([request.metadata], request.shards[0])):
+        with pytest.raises(errors.InvalidRequest):
+            driver.catalog.prepare(CommitRequest(id="step-1", shards=shards, metadata=metadata, durable=True), 1)
+
+
+def test_a_process_that_lives_keeps_its_shard_when_another_saves_the_same_id() -> None:
+    driver = Driver()
+    driver.catalog.lease("other")
+    kept = driver.open("step-1", 0, owner="other")
+    driver.seal(kept)
+    assert driver.catalog.restarted(CheckpointId.parse("step-1"), 0, "trainer") == []
+    driver.catalog.lease_ended("other")
+    assert driver.catalog.restarted(CheckpointId.parse("step-1"), 0, "trainer") == [Drop(kept)]
+
+
+def test_the_timer_stands_still_while_a_rank_waits_for_memory() -> None:
+    driver = Driver()
+    driver.seal(driver.open("step-1", 0), now=0.0)
+    driver.catalog.waits(CheckpointId.parse("step-1"), 1)
+    assert driver.catalog.expire(1_000.0) == []
+    driver.catalog.waits(CheckpointId.parse("step-1"), -1)
+    assert len(driver.catalog.expire(1_060.0)) == 1
+
+
+def test_a_memory_only_save_does_not_supersede_one_on_its_way_to_the_store() -> None:
+    driver = Driver()
+    driver.save("step-1")
+    with pytest.raises(errors.WrongPhase, match="durable=False"):
+        driver.save("step-1", durable=False)
+
+
+def test_an_attempt_whose_memory_was_removed_is_lost_with_the_reason() -> None:
+    driver = Driver()
+    record, _ = driver.save("step-1")
+    effects = driver.catalog.vanished(tokens(record)[0])
+    assert StopFlush(record.summary.attempt) in effects
+    attempt = driver.catalog.attempts[record.summary.attempt]
+    assert attempt.state == Checkpoint.LOST
+    assert "removed" in attempt.reason
+    assert driver.catalog.latest("") is None

@@ -253,6 +253,9 @@ def test_no_daemon_is_3_and_says_both_ways_out(command: list[str], tmp_path: Pat
         (["list", "--store-option", "a=b"], "goes with --store"),
         (["list", "--store", ""], "names no store"),
         (["list", "--store", "nosuch://x"], "nosuch"),
+        (["list", "--store", "ftp:///x"], "store 'ftp:///x'"),
+        (["list", "--store", "ftp://127.0.0.1:1/x"], "store 'ftp://127.0.0.1:1/x'"),
+        (["list", "--store", "sftp://h/x"], "store 'sftp://h/x'"),
         (["list", "--store", "/b", "--store-option", "a"], "K=V"),
         (["list", "--address", "nonsense"], "--address: 'nonsense' is no address"),
         (["list", "--run", "../x"], "'../x' is not a checkpoint id"),
@@ -314,6 +317,52 @@ def test_a_reader_that_goes_away_is_no_error(daemon: Played) -> None:
         assert command.stderr.read() == b""
         command.stderr.close()
         assert command.wait(60) == 141
+
+
+def ended(arguments: list[str], *, env: dict[str, str], stdout: str = "/dev/full", stderr: str = "") -> subprocess.CompletedProcess[str]:
+    """A command whose standard output, or error output, is redirected as a shell does it ("-" closes it)."""
+    redirected = "".join(f" {fd}>&-" if to == "-" else f" {fd}>{to}" for fd, to in ((1, stdout), (2, stderr)) if to)
+    shell = f'exec "$@"{redirected}'
+    command = ["sh", "-c", shell, "sh", sys.executable, "-m", "ckptd", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=False)
+
+
+@pytest.fixture(params=["buffered", "unbuffered"])
+def environ(request: pytest.FixtureRequest) -> dict[str, str]:
+    found = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return found if request.param == "buffered" else {**found, "PYTHONUNBUFFERED": "1"}
+
+
+@pytest.mark.parametrize(("stdout", "reason"), [("/dev/full", "No space left on device"), ("-", "it is closed")])
+@pytest.mark.parametrize("command", [["list"], ["list", "--json"], ["show", "latest", "--json"], ["status"], ["wait", "step-1"]])
+def test_an_output_that_cannot_be_written_is_one_line_and_1(
+    daemon: Played, environ: dict[str, str], command: list[str], stdout: str, reason: str
+) -> None:
+    daemon.answers["List"] = [_checkpoint(f"step-{step}") for step in range(500)]
+    daemon.answers["Show"] = [daemon_pb2.ShowReply(checkpoint=_checkpoint("step-1"))]
+    daemon.answers["Status"] = daemon_pb2.StatusReply()
+    daemon.answers["Wait"] = _checkpoint("step-1")
+    done = ended(command, env=environ, stdout=stdout)
+    assert (done.returncode, done.stderr) == (1, f"ckptd: cannot write to standard output: {reason}\n")
+
+
+@pytest.mark.parametrize("command", [["--help"], ["--version"], ["list", "--help"]])
+def test_help_that_cannot_be_written_is_one_line_and_1(environ: dict[str, str], command: list[str]) -> None:
+    done = ended(command, env=environ)
+    assert (done.returncode, done.stderr) == (1, "ckptd: cannot write to standard output: No space left on device\n")
+
+
+@pytest.mark.parametrize("stderr", ["-", "/dev/full"])
+def test_an_error_that_cannot_be_written_keeps_its_exit_status_and_the_output_clean(environ: dict[str, str], stderr: str) -> None:
+    done = ended(["list", "--store", "nosuch://x"], env=environ, stdout="", stderr=stderr)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_store_package_that_fails_twice_is_one_line_and_debug_shows_both(environ: dict[str, str]) -> None:
+    done = ended(["list", "--store", "ftp:///x"], env=environ, stdout="")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    shown = ended(["list", "--store", "ftp:///x", "--log-level", "debug"], env=environ, stdout="")
+    assert "Exception ignored in" in shown.stderr
 
 
 def test_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,11 @@ def save_stock(root: Path, name: str, modified: float = 1.0) -> None:
     os.utime(root / name / ".metadata", (modified, modified))
 
 
+def metadata_of_stock() -> bytes:
+    """A `.metadata` without tensors, as opcodes: the rooms under test know no torch."""
+    return b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}(X\x13\0\0\0state_dict_metadata}X\x0c\0\0\0storage_data}ub."
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "store"
@@ -253,6 +258,84 @@ def test_a_flipped_bit_in_metadata_is_damage_and_names_it(root: Path, store: Sto
         path.write_bytes(damaged)
         with pytest.raises(Corrupt, match=r"step-1/\.metadata"):
             ledger.metadata_pickle(entry, manifest)
+
+
+METADATA_DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda _: b"",
+    "cut-by-one": lambda data: data[:-1],
+    "cut-in-half": lambda data: data[: len(data) // 2],
+    "cut-to-the-trainers": lambda data: data[: len(PICKLE) - 1],
+    "longer": lambda data: data + b".",
+    "zeros-behind": lambda data: data + bytes(4096),
+    "another-id": lambda data: data[:-40] + b"g" + data[-39:],
+    "noise": lambda data: b"\0" * len(data),
+}
+
+
+@pytest.mark.parametrize("damage", METADATA_DAMAGE.values(), ids=METADATA_DAMAGE)
+def test_a_damaged_metadata_is_still_ours_stays_the_latest_and_is_named(
+    root: Path, store: Store, ledger: Ledger, damage: Callable[[bytes], bytes]
+) -> None:
+    id = CheckpointId.parse("run/step-2")
+    save(store, "run/step-1", 1)
+    save(store, "run/step-2", 2)
+    manifest = save(store, "run/step-2", 3)
+    path = root / "run" / "step-2" / ".metadata"
+    path.write_bytes(damage(path.read_bytes()))
+    os.utime(path, (1.0, 1.0))  # as a stock one it would be the oldest
+
+    entry = ledger.find(id)
+    assert entry.damaged
+    assert entry == ledger.latest("run") == ledger.entries("run")[-1]
+    assert entry.attempt == manifest.summary.attempt
+    assert entry.accepted_us == 3
+    assert ledger.summary(entry) == manifest.summary
+    with pytest.raises(Corrupt, match=r"run/step-2/\.metadata is damaged"):
+        ledger.metadata_pickle(entry, ledger.manifest(entry))
+
+
+def test_a_checkpoint_that_stock_wrote_over_ours_is_stock(root: Path, store: Store, ledger: Ledger) -> None:
+    save(store, "step-1", 1)
+    path = root / "step-1" / ".metadata"
+    path.write_bytes(metadata_of_stock())
+    entry = ledger.find(CheckpointId.parse("step-1"))
+    assert (entry.attempt, entry.save_id, entry.damaged) == (None, None, False)
+
+
+def test_a_whole_checkpoint_is_listed_from_its_tail_alone(store: Store) -> None:
+    id = CheckpointId.parse("step-1")
+    manifest = contents(id, attempt_at(1))
+    upload(store, id, manifest)
+    Ledger(store).commit(id, manifest, pickle.dumps({"state_dict_metadata": {"x" * 5000: None}}, protocol=2))
+
+    class Counting(Recording):
+        def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+            assert start > 0
+            return super().get(key, start, end)
+
+    assert not Ledger(Counting(store)).find(id).damaged
+
+
+def test_a_damaged_metadata_is_no_success_of_a_commit_and_is_written_anew(root: Path, store: Store, ledger: Ledger) -> None:
+    id = CheckpointId.parse("step-1")
+    path = root / "step-1" / ".metadata"
+    save(store, "step-1", 1)
+    path.write_bytes(path.read_bytes()[:-1])
+    newer = contents(id, attempt_at(2))
+    upload(store, id, newer)
+    recording = Recording(store)
+    Ledger(recording).commit(id, newer, PICKLE)
+    assert len(recording.puts) == 2
+    path.write_bytes(b"")
+    Ledger(recording).commit(id, newer, PICKLE)
+    assert len(recording.puts) == 4
+    entry = ledger.find(id)
+    assert (entry.damaged, entry.attempt) == (False, newer.summary.attempt)
+    path.write_bytes(b"")
+    older = contents(id, attempt_at(1))
+    upload(store, id, older)
+    with pytest.raises(WrongPhase, match="superseded"):
+        ledger.commit(id, older, PICKLE)
 
 
 def test_a_checkpoint_that_is_saved_again_while_it_is_read_is_no_damage(store: Store, ledger: Ledger) -> None:

@@ -59,6 +59,19 @@ def test_an_item_of_no_bytes_has_no_blocks() -> None:
     assert manifest.decode(manifest.encode(one)) == one
 
 
+def test_items_of_no_bytes_may_be_anywhere_and_alone() -> None:
+    empty = {"fqn": b"x", "kind": Item.OPAQUE_OBJECT}
+    one = small()
+    table, stored = one.shards[0].table, one.shards[0].stored
+    between = Item(at=100, raw_at=100, **empty)
+    one.shards[0].table.CopyFrom(Table(forms=table.forms, items=[table.items[0], between, between, table.items[1]], end=120))
+    blocks = [stored[0], Stored(offset=50), Stored(offset=50), stored[1]]
+    alone = StoredShard(rank=2, file="__2_abc.distcp", table=Table(items=[Item(**empty)]), stored=[Stored()])
+    shard = StoredShard(rank=0, file=one.shards[0].file, nbytes=70, table=one.shards[0].table, stored=blocks)
+    whole = Manifest(summary=one.summary, shards=[shard, alone], block_nbytes=64)
+    assert manifest.decode(manifest.encode(whole)) == whole
+
+
 def test_equal_manifests_give_equal_bytes() -> None:
     other = small()
     other.summary.tags.clear()
@@ -186,6 +199,11 @@ def _no_such_form(m: Manifest) -> None:
     m.shards[0].table.items[0].form = 1
 
 
+def _raw_without_a_container(m: Manifest) -> None:
+    m.shards[0].table.items.add(fqn=b"x", at=120, raw_at=120, kind=Item.RAW)
+    m.shards[0].stored.add(offset=70)
+
+
 def _gap_before_the_first(m: Manifest) -> None:
     m.shards[0].table.items[0].at = 1
 
@@ -207,6 +225,7 @@ def _bytes_without_items(m: Manifest) -> None:
         _raw_past_the_end,
         _raw_before_the_container,
         _no_such_form,
+        _raw_without_a_container,
         _gap_before_the_first,
         _bytes_without_items,
     ],
