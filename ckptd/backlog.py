@@ -120,7 +120,7 @@ class Backlog:
         if attempt.name in self.recovered:  # the daemon may have died between .metadata and its note of it
             try:
                 entry = self.ledger.find(attempt.id)
-                if entry.attempt == attempt.name:
+                if entry.attempt == attempt.name and not entry.damaged:
                     return self.ledger.summary(entry).stored_bytes
             except errors.NotFound:
                 pass

@@ -207,8 +207,8 @@ def _parse_positive(text: str) -> float:
 
 
 def _parse_codec(text: str) -> str:
-    if not re.fullmatch(r"none|zstd:-?[0-9]{1,3}", text):
-        raise InvalidRequest(f"{_shown(text)} is not a codec: give zstd:LEVEL or none")
+    if text != "none" and not (re.fullmatch(r"zstd:[0-9]{1,2}", text) and 1 <= int(text.removeprefix("zstd:")) <= 22):
+        raise InvalidRequest(f"{_shown(text)} is not a codec: give none, or zstd:LEVEL with a level from 1 to 22")
     return text
 
 

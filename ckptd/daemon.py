@@ -183,10 +183,10 @@ def listen(server: grpc.aio.Server, address: str) -> None:
     """Takes an address, or raises InvalidRequest."""
     try:
         port = server.add_insecure_port(address)
-    except RuntimeError as exc:
-        raise errors.InvalidRequest(f"cannot listen on {address} (is the address in use?): {exc}") from exc
+    except RuntimeError:
+        port = 0
     if port == 0:
-        raise errors.InvalidRequest(f"cannot listen on {address}: is the address in use?")
+        raise errors.InvalidRequest(f"cannot listen on {address}: it is in use, or no address of this machine; choose another --listen")
 
 
 def be_nice() -> None:

@@ -23,7 +23,7 @@ import fsspec
 import fsspec.asyn
 from fsspec.registry import known_implementations
 
-from ckptd.errors import Corrupt, InvalidRequest, NotFound, StoreError
+from ckptd.errors import Corrupt, InvalidRequest, NotFound, StoreError, Unavailable
 from ckptd.foreign import code_of, translated
 from ckptd.store import Object, Source, check_key, check_prefix, is_temporary, reading, temporary_name
 
@@ -140,7 +140,10 @@ class FsspecStore:
         if self._scheme not in _ATOMIC:
             with self._translated("cannot use", "the root", missing=StoreError):
                 self._fs.makedirs(self._root, exist_ok=True)
-        self.put(f"{name}/{name}", lambda: [b"ckptd"])
+        try:
+            self.put(f"{name}/{name}", lambda: [b"ckptd"])
+        except (StoreError, Unavailable) as exc:
+            raise type(exc)(f"cannot use {self._url} as a store: {str(exc).partition(': ')[2] or exc}") from exc
         if [found.key for found in self._listing(name)] != [f"{name}/{name}"]:
             raise StoreError(f"{self._url} does not list what was just written: ckptd needs a store with consistent listings")
         if self.get(f"{name}/{name}") != b"ckptd":

@@ -155,11 +155,11 @@ class Ledger:
             raise Corrupt(f"{key} is damaged: it does not match the checkpoint's manifest; load another checkpoint")
         return data[: manifest.metadata_head] + b"."
 
-    def incomplete(self) -> list[tuple[CheckpointId, str]]:
-        """Ids for which there are files of ours but no `.metadata`, and how far they got."""
+    def incomplete(self, run: str | None = None) -> list[tuple[CheckpointId, str]]:
+        """Ids (of one run) for which there are files of ours but no `.metadata`, and how far they got."""
         found = []
-        for id, files in sorted(_group(self._store.list()).items()):
-            if METADATA_NAME in files:
+        for id, files in sorted(_group(self._store.list(f"{run}/" if run else "")).items()):
+            if METADATA_NAME in files or (run is not None and id.run != run):
                 continue
             manifests = sum(1 for name in files if _is_manifest(name))
             data = sum(1 for name in files if _DATA_FILE.fullmatch(name))
@@ -259,6 +259,8 @@ class Ledger:
         raise NotFound(key)
 
     def _summary_or_damage(self, entry: Entry) -> Summary | Corrupt:
+        if entry.damaged:
+            return Corrupt(f"{entry.metadata.key} is damaged; load another checkpoint")
         try:
             return self.summary(entry)
         except Corrupt as exc:

@@ -155,7 +155,7 @@ class Restore:
         """One per id, by run, step and name: the newest restorable attempt, or why there is none."""
         before = self._pending()
         entries = await self._ask("entries", run, self.ledger.entries)
-        incomplete = await self._ask("incomplete", None, lambda _: self.ledger.incomplete())
+        incomplete = await self._ask("incomplete", run, self.ledger.incomplete)
         lines = {entry.id: line for entry, line in zip(entries, await self._durable(entries), strict=True)}
         orders = {entry.id: order(entry) for entry in entries}
         ended = [a for a in self.node.catalog.attempts.values() if a.ended and a.state != Checkpoint.ABORTED and a.id not in lines]

@@ -116,7 +116,8 @@ def _rebuilt(address: str, deadline_seconds: float | None) -> Iterator[None]:
         code = error.code()
         if code is grpc.StatusCode.UNAVAILABLE:
             raise errors.Unavailable(
-                f"no daemon answers at {address}: start one with `ckptd serve --store URL`, or read the store itself with --store URL"
+                f"no daemon answers at {address}: start one with `ckptd serve --store URL` "
+                "(list, show and wait can read the store itself, with --store URL)"
             ) from error
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             within = "" if deadline_seconds is None else f" within {deadline_seconds:.0f} s"

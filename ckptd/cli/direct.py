@@ -44,8 +44,10 @@ class Direct:
             _incomplete(entry.id, str(summary)) if isinstance(summary, Corrupt) else _durable(summary, entry)
             for entry, summary in zip(entries, self._ledger.summaries(entries), strict=True)
         ]
-        listed.extend(_incomplete(id_, reason) for id_, reason in self._ledger.incomplete() if run is None or id_.run == run)
-        return sorted(listed, key=documents.order)
+        listed.extend(_incomplete(id_, reason) for id_, reason in self._ledger.incomplete(run))
+        listed.sort(key=documents.order)
+        contents.mark_abandoned(listed)
+        return listed
 
     def show(self, target: str) -> Shown:
         """One checkpoint by id, ``latest`` or ``<run>/latest``; raises NotFound, Corrupt."""

@@ -33,6 +33,8 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status."""
     arguments: argparse.Namespace | None = None
+    # gRPC would say on stderr, in its own words, what we say in one line.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # A key of a checkpoint may hold what the terminal's encoding cannot show.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -69,7 +69,7 @@ def _list(arguments: argparse.Namespace) -> int:
         return 0
     from ckptd.cli import render  # only people need rich
 
-    output.write(render.checkpoints(listed, where))
+    output.write(render.checkpoints(listed, where, arguments.only_run))
     return 0
 
 

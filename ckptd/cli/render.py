@@ -24,10 +24,10 @@ _UNLIMITED = 10_000
 _STYLES = {"durable": "green", "accepted": "cyan", "replicated": "cyan", "failed": "red", "lost": "red", "incomplete": "yellow"}
 
 
-def checkpoints(listed: Sequence[daemon_pb2.Checkpoint], where: str) -> str:
+def checkpoints(listed: Sequence[daemon_pb2.Checkpoint], where: str, run: str | None = None) -> str:
     """One line per checkpoint."""
     if not listed:
-        return f"no checkpoints in {_plain(where)} yet\n"
+        return f"no checkpoints {f'of run {run!r} ' if run is not None else ''}in {_plain(where)} yet\n"
     table = _table("ID", "STEP", "STATE", "CREATED", "RAW", "STORED", "WORLD", "NOTE", right=("STEP", "RAW", "STORED", "WORLD"))
     for one in listed:
         number = documents.step(one)
