@@ -199,7 +199,7 @@ class Fetcher:
         self.arena.poke()
 
     async def _read(self, cached: Cached, missing: list[StoredBlock], deadline: float | None) -> None:
-        needed = sum(page_up(block.at + block.nbytes) - page_down(block.at) for block in missing)
+        needed = pages_nbytes([block.span for block in missing])
         # Counted before it is granted: what is charged meanwhile must not cut it off.
         cached.reserved += needed
         loop = asyncio.get_running_loop()
@@ -305,6 +305,15 @@ def write_block(fd: int, codec: Codec, stored: memoryview, block: StoredBlock, k
         written += os.pwrite(fd, view[written:], block.at + written)
 
 
+def pages_nbytes(spans: Sequence[tuple[int, int]]) -> int:
+    """Bytes of all pages that the spans touch; neighbours share a page."""
+    total, counted_to = 0, 0
+    for start, end in sorted(spans):
+        total += max(0, page_up(end) - max(page_down(start), counted_to))
+        counted_to = max(counted_to, page_up(end))
+    return total
+
+
 def page_down(at: int) -> int:
     """Where the page of this byte begins."""
     return at // PAGE * PAGE
@@ -328,9 +337,9 @@ _PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
 
 
 def punch(path: Path, start: int, end: int) -> None:
-    """Gives the whole pages inside the range back; neighbours on shared pages keep their bytes."""
+    """Gives the whole pages inside the range back; neighbours on shared pages keep their bytes. No file is fine."""
     start, end = page_up(start), page_down(end)
-    if start < end:
+    if start < end and path.exists():
         with open(path, "r+b", buffering=0) as segment:
             offset, length = ctypes.c_int64(start), ctypes.c_int64(end - start)
             if _LIBC.fallocate(segment.fileno(), _PUNCH_HOLE_KEEP_SIZE, offset, length) != 0:
