@@ -88,6 +88,11 @@ def bound(record: Record) -> list[Receipt]:
     return [*record.shards, record.metadata]
 
 
+def checkpoint_of(attempt: Attempt) -> Checkpoint:
+    """An attempt as the wire shows it."""
+    return Checkpoint(summary=attempt.record.summary, state=attempt.state, reason=attempt.reason)
+
+
 def victims(attempts: Collection[Attempt], pinned: Collection[str]) -> Iterator[tuple[str, bool]]:
     """Tokens in the order in which they may be lost.
 

@@ -32,7 +32,7 @@ from ckptd.ledger import Ledger
 from ckptd.node import Node
 from ckptd.restore import Restore
 from ckptd.service import ErrorInterceptor, Service
-from ckptd.store import open_store
+from ckptd.stores import open_store
 from ckptd.v1 import daemon_pb2 as pb
 from ckptd.v1.daemon_pb2_grpc import add_DaemonServicer_to_server
 

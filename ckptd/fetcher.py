@@ -21,8 +21,7 @@ from pathlib import Path
 from ckptd import errors, manifest
 from ckptd.arena import Arena
 from ckptd.codec import Codec, block_hash, parse
-from ckptd.ledger import data_key
-from ckptd.model import CheckpointId
+from ckptd.model import CheckpointId, data_key
 from ckptd.segment import Segment
 from ckptd.store import Store
 from ckptd.v1.manifest_pb2 import Manifest, StoredShard

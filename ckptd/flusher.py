@@ -18,8 +18,8 @@ from pathlib import Path
 
 from ckptd import archive, errors, manifest
 from ckptd.codec import Codec, block_hash
-from ckptd.ledger import Ledger, data_key
-from ckptd.model import BLOCK_NBYTES, CheckpointId, mint_token
+from ckptd.ledger import Ledger
+from ckptd.model import BLOCK_NBYTES, CheckpointId, data_key, mint_token
 from ckptd.store import Store
 from ckptd.table import read_exactly, read_range, read_table
 from ckptd.v1.manifest_pb2 import Item, Manifest, Receipt, Record, Stored, StoredShard, Table

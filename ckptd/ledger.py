@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 
 from ckptd import codec, manifest, metadata
 from ckptd.errors import Corrupt, InvalidRequest, NotFound, Unavailable, WrongPhase
-from ckptd.model import METADATA_NAME, OWN_DIRECTORY, CheckpointId, mint_token
+from ckptd.model import METADATA_NAME, OWN_DIRECTORY, CheckpointId, data_key, manifest_key, metadata_key, mint_token
 from ckptd.store import Object, Store
 from ckptd.v1.manifest_pb2 import Manifest, Summary
 
@@ -53,21 +53,6 @@ class Entry:
     def accepted_us(self) -> int:
         """When it was accepted, in microseconds since the epoch; for stock ones, when it was written."""
         return int(self.modified * 1e6) if self.attempt is None else int(self.attempt[:16], 16)
-
-
-def data_key(id: CheckpointId, file: str) -> str:
-    """Key of a data file."""
-    return f"{id}/{file}"
-
-
-def metadata_key(id: CheckpointId) -> str:
-    """Key of the object whose presence makes the checkpoint exist."""
-    return f"{id}/{METADATA_NAME}"
-
-
-def manifest_key(id: CheckpointId, save_id: str) -> str:
-    """Key of the manifest that `save_id` names."""
-    return f"{id}/{OWN_DIRECTORY}/{save_id}"
 
 
 class Ledger:

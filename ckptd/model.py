@@ -90,3 +90,18 @@ def mint_attempt(now_us: int, newest: str | None) -> str:
     if newest is not None:
         now_us = max(now_us, int(newest[:16], 16) + 1)
     return f"{now_us:016x}{secrets.token_hex(4)}"
+
+
+def data_key(id: CheckpointId, file: str) -> str:
+    """Key of a data file."""
+    return f"{id}/{file}"
+
+
+def metadata_key(id: CheckpointId) -> str:
+    """Key of the object whose presence makes the checkpoint exist."""
+    return f"{id}/{METADATA_NAME}"
+
+
+def manifest_key(id: CheckpointId, save_id: str) -> str:
+    """Key of the manifest that `save_id` names."""
+    return f"{id}/{OWN_DIRECTORY}/{save_id}"

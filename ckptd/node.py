@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
@@ -20,13 +19,14 @@ from google.protobuf.message import DecodeError
 
 from ckptd import errors
 from ckptd.arena import Arena
-from ckptd.attempt import Attempt, Drop, Effect, Forget, StopFlush, bound
+from ckptd.attempt import Attempt, Drop, Effect, Forget, StopFlush, bound, checkpoint_of
 from ckptd.backlog import Backlog
 from ckptd.catalog import Catalog
 from ckptd.flusher import Flusher
 from ckptd.ledger import Entry, Ledger
 from ckptd.model import CheckpointId, mint_token
 from ckptd.segment import Segment, is_mapped
+from ckptd.shmdir import node_name
 from ckptd.table import parse_table, read_range
 from ckptd.v1.daemon_pb2 import Checkpoint, CommitRequest
 from ckptd.v1.manifest_pb2 import Receipt, Record
@@ -330,11 +330,6 @@ class Node:
         asyncio.get_running_loop().call_soon(self._apply, self.catalog.evicted(token))
 
 
-def checkpoint_of(attempt: Attempt) -> Checkpoint:
-    """An attempt as the wire shows it."""
-    return Checkpoint(summary=attempt.record.summary, state=attempt.state, reason=attempt.reason)
-
-
 def refuse_older(checkpoint: CheckpointId, accepted_us: int, sealed_us: int) -> None:
     """Raises WrongPhase if an attempt was accepted before the shard of the caller's save was sealed."""
     if accepted_us < sealed_us:
@@ -342,15 +337,3 @@ def refuse_older(checkpoint: CheckpointId, accepted_us: int, sealed_us: int) -> 
             f"the last save of {checkpoint} is gone: it was not accepted, or was lost with the daemon's memory; "
             f"what there is of {checkpoint} is older"
         )
-
-
-def node_name(shm_dir: Path, fresh: str) -> str:
-    """The daemon's random id: kept beside its memory, because receipts name it."""
-    path = shm_dir / "node"
-    try:
-        return path.read_text(encoding="ascii").strip() or fresh
-    except FileNotFoundError:
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(fresh, encoding="ascii")
-        temporary.rename(path)
-        return fresh

@@ -14,21 +14,21 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from ckptd import contents, errors
-from ckptd.attempt import Attempt
+from ckptd.attempt import Attempt, checkpoint_of
 from ckptd.fetcher import Blocks, Fetcher
-from ckptd.ledger import Entry, Ledger, metadata_key
-from ckptd.model import CheckpointId
-from ckptd.node import Node, checkpoint_of
+from ckptd.ledger import Entry, Ledger
+from ckptd.model import CheckpointId, metadata_key
+from ckptd.node import Node
+from ckptd.questions import Questions
 from ckptd.segment import Segment
 from ckptd.table import write_range
 from ckptd.v1.daemon_pb2 import Checkpoint
 from ckptd.v1.manifest_pb2 import Manifest, Summary
 
 T = TypeVar("T")
-R = TypeVar("R")
 #: Manifests and summaries kept: they never change, an attempt's name is theirs for good.
 #: How long an index waits for memory.
 INDEX_SECONDS = 30.0
@@ -112,12 +112,11 @@ class Restore:
         self.ledger = ledger
         self.fetcher = fetcher
         self.threads = threads
+        self.questions = Questions(threads)
         self.bytes_from: Counter[str] = Counter(memory=0, peer=0, store=0)
         self._manifests: dict[str, asyncio.Task[Manifest]] = {}
         self._indexes: dict[str, asyncio.Task[Index]] = {}
         self._summaries: dict[tuple[str, str], Summary] = {}
-        self._asking: dict[tuple[str, object], asyncio.Task[object]] = {}
-        self._next: dict[tuple[str, object], asyncio.Task[object]] = {}
         node.caches.append((fetcher.victims, fetcher.evicted))
         node.caches.append((self._idle_indexes, self._index_evicted))
         node.give_up_unread = fetcher.give_up_unread
@@ -132,9 +131,9 @@ class Restore:
             if isinstance(target, CheckpointId):
                 here = self.node.catalog.newest_of(target)
                 patience = PATIENCE_SECONDS if here is not None and here.whole else None
-                entry = await asyncio.wait_for(self._ask("find", target, self.ledger.find), patience)
+                entry = await asyncio.wait_for(self.questions.ask("find", target, self.ledger.find), patience)
             else:
-                entry = await self._ask("latest", target, self.ledger.latest)
+                entry = await self.questions.ask("latest", target, self.ledger.latest)
         except errors.NotFound:
             entry = None
         except (errors.Unavailable, errors.StoreError) as exc:
@@ -154,8 +153,8 @@ class Restore:
     async def checkpoints(self, run: str | None) -> list[Checkpoint]:
         """One per id, by run, step and name: the newest restorable attempt, or why there is none."""
         before = self._pending()
-        entries = await self._ask("entries", run, self.ledger.entries)
-        incomplete = await self._ask("incomplete", run, self.ledger.incomplete)
+        entries = await self.questions.ask("entries", run, self.ledger.entries)
+        incomplete = await self.questions.ask("incomplete", run, self.ledger.incomplete)
         lines = {entry.id: line for entry, line in zip(entries, await self._durable(entries), strict=True)}
         orders = {entry.id: order(entry) for entry in entries}
         ended = [a for a in self.node.catalog.attempts.values() if a.ended and a.state != Checkpoint.ABORTED and a.id not in lines]
@@ -279,7 +278,7 @@ class Restore:
         Raises LeaseLost, not NotFound, if it is not there any more: a checkpoint did exist, so nobody may start from nothing.
         """
         try:
-            entry = await self._ask("find", checkpoint, self.ledger.find)
+            entry = await self.questions.ask("find", checkpoint, self.ledger.find)
         except errors.NotFound as exc:
             raise errors.LeaseLost(f"{checkpoint} was deleted since it was resolved: load again") from exc
         if entry.attempt != name:
@@ -329,31 +328,6 @@ class Restore:
                 self._summaries[key] = summary
             lines.append(Checkpoint(summary=summary, state=Checkpoint.DURABLE, stock=entry.attempt is None))
         return lines
-
-    async def _ask(self, what: str, argument: T, call: Callable[[T], R]) -> R:
-        """Ranks that ask the store the same together share one answer, always one whose question came after theirs."""
-        key = (what, argument)
-        task = self._next.get(key)
-        if task is None:
-            before = self._asking.get(key)
-            task = asyncio.create_task(self._ask_after(key, before, call, argument))
-            if before is None:
-                self._asking[key] = task
-            else:
-                self._next[key] = task
-        return cast("R", await asyncio.shield(task))
-
-    async def _ask_after(self, key: tuple[str, object], before: asyncio.Task[object] | None, call: Callable[[T], R], argument: T) -> R:
-        task = asyncio.current_task()
-        if before is not None:
-            await asyncio.wait([before])
-            self._next.pop(key, None)
-            self._asking[key] = cast("asyncio.Task[object]", task)
-        try:
-            return await self._run(call, argument)
-        finally:
-            if self._asking.get(key) is task:
-                del self._asking[key]
 
     async def _run(self, call: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.threads, call, *arguments)

@@ -14,9 +14,10 @@ from typing import Any
 import grpc
 
 from ckptd import __version__, contents, errors
+from ckptd.attempt import checkpoint_of
 from ckptd.metadata import read as read_metadata
 from ckptd.model import CheckpointId, parse_run, parse_target
-from ckptd.node import Node, checkpoint_of
+from ckptd.node import Node
 from ckptd.restore import Piece, Restore
 from ckptd.segment import Segment
 from ckptd.table import read_range

@@ -190,3 +190,15 @@ def _is_tmpfs(path: Path) -> bool:
     # struct statfs starts with f_type; the rest only needs room.
     found = (ctypes.c_long * 64)()
     return _libc.statfs(os.fsencode(path), ctypes.byref(found)) == 0 and found[0] == _TMPFS_MAGIC
+
+
+def node_name(shm_dir: Path, fresh: str) -> str:
+    """The daemon's random id: kept beside its memory, because receipts name it."""
+    path = shm_dir / "node"
+    try:
+        return path.read_text(encoding="ascii").strip() or fresh
+    except FileNotFoundError:
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(fresh, encoding="ascii")
+        temporary.rename(path)
+        return fresh

@@ -17,7 +17,7 @@ from ckptd.cli.documents import Shown
 from ckptd.errors import Corrupt, NotFound
 from ckptd.ledger import Entry, Ledger
 from ckptd.model import CheckpointId, parse_target
-from ckptd.store import open_store
+from ckptd.stores import open_store
 from ckptd.v1 import daemon_pb2, manifest_pb2
 
 _FIRST_PAUSE_SECONDS = 0.5

@@ -12,7 +12,8 @@ from typing import Protocol
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from ckptd.store import Store, open_store
+from ckptd.store import Store
+from ckptd.stores import open_store
 from s3 import S3Server
 
 

@@ -197,7 +197,7 @@ def test_nothing_outside_the_root_is_listed(bench: Bench) -> None:
 
 
 def inside(bench: Bench, name: str) -> Store:
-    from ckptd.store import open_store
+    from ckptd.stores import open_store
 
     return open_store(f"{bench.url}/{name}", bench.options)
 

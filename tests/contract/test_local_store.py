@@ -19,7 +19,7 @@ import pytest
 
 from ckptd.errors import InvalidRequest, NotFound, StoreError, Unavailable
 from ckptd.localstore import LocalStore
-from ckptd.store import open_store
+from ckptd.stores import open_store
 
 
 def files(root: Path) -> set[str]:
@@ -29,7 +29,7 @@ def files(root: Path) -> set[str]:
 def test_a_writer_that_is_killed_leaves_nothing_that_is_listed(tmp_path: Path) -> None:
     script = textwrap.dedent("""
         import sys, time
-        from ckptd.store import open_store
+        from ckptd.stores import open_store
         def source():
             yield b"x" * 100_000
             print("halfway", flush=True)
@@ -53,7 +53,7 @@ def test_a_full_disk_may_pass_and_leaves_nothing(tmp_path: Path) -> None:
     script = textwrap.dedent("""
         import os, subprocess, sys
         from ckptd import errors
-        from ckptd.store import open_store
+        from ckptd.stores import open_store
         root = sys.argv[1]
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "full", root], check=True)
         store = open_store(root)

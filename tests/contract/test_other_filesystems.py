@@ -12,7 +12,8 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from ckptd.errors import CkptdError, StoreError, Unavailable
-from ckptd.store import Store, open_store
+from ckptd.store import Store
+from ckptd.stores import open_store
 
 
 class Elsewhere(LocalFileSystem):

@@ -15,7 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from ckptd.errors import CkptdError, Corrupt, InvalidRequest, NotFound, StoreError, Unavailable
-from ckptd.store import Store, open_store
+from ckptd.store import Store
+from ckptd.stores import open_store
 from s3 import S3Server
 
 MIB = 1024 * 1024
@@ -243,8 +244,8 @@ def run_python(script: str) -> str:
 
 def test_storage_packages_are_imported_when_a_url_asks_for_them() -> None:
     script = (
-        "import sys, ckptd.store, ckptd.ledger\n"
-        "ckptd.store.open_store('/tmp/x')\n"
+        "import sys, ckptd.stores, ckptd.ledger\n"
+        "ckptd.stores.open_store('/tmp/x')\n"
         "print([name for name in ('fsspec', 's3fs', 'aiobotocore') if name in sys.modules])"
     )
     assert run_python(script) == "[]"
@@ -254,8 +255,8 @@ def test_storage_packages_are_imported_when_a_url_asks_for_them() -> None:
 def test_a_missing_package_is_told_with_the_extra_that_brings_it(url: str, package: str, extra: str) -> None:
     script = (
         f"import sys; sys.modules[{package!r}] = None\n"
-        "from ckptd import errors, store\n"
-        f"try: store.open_store({url!r})\n"
+        "from ckptd import errors, stores\n"
+        f"try: stores.open_store({url!r})\n"
         "except errors.InvalidRequest as exc: print(exc)"
     )
     assert f"pip install 'ckptd[{extra}]'" in run_python(script)

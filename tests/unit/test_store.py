@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ckptd.errors import CkptdError, InvalidRequest, NotFound, StoreError, Unavailable
 from ckptd.fsspecstore import part_nbytes
-from ckptd.store import Object, Retrying, Source, is_temporary, open_store, temporary_name
+from ckptd.store import Object, Source, is_temporary, temporary_name
+from ckptd.stores import Retrying, open_store
 
 MIB = 1024 * 1024
 
