@@ -1,7 +1,7 @@
 """The way of accepted attempts to the store: which is next, when to try again, when to give up.
 
-Promises: oldest first; what may pass is tried again, with growing pauses, until it works or
-has become pointless; what can never work is put down in the catalogue with its reason, for
+Promises: oldest first; what may pass is tried again, with growing pauses that hold up nobody
+else, until it works or has become pointless; what can never work is put down in the catalogue with its reason, for
 whoever waits. Lives on the loop; the flusher's bulk work runs in threads.
 """
 
@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptd import errors
@@ -28,6 +29,23 @@ from ckptd.v1.manifest_pb2 import StoredShard
 log = logging.getLogger(__name__)
 #: Longest pause between two tries to make an attempt durable.
 BACKOFF_SECONDS = 60.0
+
+
+@dataclass(slots=True)
+class Retry:
+    """What is known of an attempt that has been tried."""
+
+    tries: int = 0
+    not_before: float = 0.0
+    #: What is in the store already, by the shard's token.
+    done: dict[str, StoredShard] = field(default_factory=dict)
+
+    def later(self) -> float:
+        """Another try has failed: puts the next one off, and returns for how many seconds."""
+        self.tries += 1
+        pause = random.uniform(0.5, 1.0) * min(BACKOFF_SECONDS, 0.25 * 2.0 ** min(self.tries, 20))
+        self.not_before = time.monotonic() + pause
+        return pause
 
 
 class Backlog:
@@ -50,70 +68,76 @@ class Backlog:
         self.apply = apply
         #: Attempts of an earlier daemon: the store may have them already.
         self.recovered: set[str] = set()
-        self._stops: dict[str, tuple[threading.Event, asyncio.Event]] = {}
+        self._stops: dict[str, threading.Event] = {}
+        self._retries: dict[str, Retry] = {}
+        self._ended = False
 
     @property
     def busy(self) -> bool:
         """Something accepted is still on its way to the store."""
-        return self.catalog.to_flush() is not None or bool(self._stops)
+        return bool(self.catalog.to_flush() or self._stops)
+
+    def next(self) -> Attempt | None:
+        """The oldest attempt whose turn has come: one that waits to be tried again holds up no other."""
+        now = time.monotonic()
+        return None if self._ended else next((a for a in self.catalog.to_flush() if self._due(a) <= now), None)
+
+    def pause_seconds(self) -> float | None:
+        """How long it takes until the next attempt is due; None if none is waiting."""
+        due = [] if self._ended else [self._due(attempt) for attempt in self.catalog.to_flush()]
+        return max(0.0, min(due) - time.monotonic()) if due else None
 
     def stop(self, name: str) -> None:
         """Tells the flush of an attempt to end soon; fine if there is none."""
+        self._retries.pop(name, None)
         if name in self._stops:
-            in_thread, on_loop = self._stops[name]
-            in_thread.set()
-            on_loop.set()
+            self._stops[name].set()
 
     def stop_all(self) -> None:
-        """Tells all flushes to end soon."""
-        for name in self._stops:
-            self.stop(name)
+        """Tells all flushes to end soon; no other begins."""
+        self._ended = True
+        for stop in self._stops.values():
+            stop.set()
 
     async def flush(self, attempt: Attempt) -> None:
-        """Makes one attempt durable, or says in the catalogue why it never will be. Tries until then, or until it is stopped."""
+        """Tries once to make an attempt durable; the catalogue learns if it worked, or never will."""
         name, checkpoint = attempt.name, attempt.id
-        stops = self._stops[name] = threading.Event(), asyncio.Event()
+        stop = self._stops[name] = threading.Event()
         self.catalog.pin(name)
+        retry = self._retries.setdefault(name, Retry())
         paths = {token: self.arena.get(token).path for token in attempt.tokens}
-        done: dict[str, StoredShard] = {}
-        tries = 0
         started = time.monotonic()
         loop = asyncio.get_running_loop()
         try:
-            while not stops[0].is_set():
-                try:
-                    stored = await loop.run_in_executor(self.threads, self._try, attempt, paths, done, stops[0])
-                except Stopped:
-                    return
-                except (errors.Unavailable, errors.NotFound, errors.Corrupt) as exc:
-                    if not isinstance(exc, errors.Unavailable):
-                        done.clear()  # a file that was put is not there any more, or not whole: put all again
-                    tries += 1
-                    pause = random.uniform(0.5, 1.0) * min(BACKOFF_SECONDS, 0.25 * 2.0**tries)
-                    log.warning("flush of %s failed, try %d, again in %.1f s: %s", checkpoint, tries, pause, exc)
-                    self.catalog.warning = f"checkpoint {checkpoint} is not durable yet, {tries} tries failed: {exc}"
-                    try:
-                        await asyncio.wait_for(stops[1].wait(), pause)
-                    except TimeoutError:
-                        continue
-                    return
-                except errors.WrongPhase as exc:
-                    log.warning("flush of %s ended: %s", checkpoint, exc)
-                    self.apply(self.catalog.aborted(name, str(exc)))
-                    return
-                except errors.CkptdError as exc:
-                    log.error("checkpoint %s cannot be made durable: %s", checkpoint, exc)  # noqa: TRY400 - the message says all
-                    self.catalog.failed(name, str(exc))
-                    return
-                except Exception as exc:
-                    log.exception("checkpoint %s cannot be made durable", checkpoint)
-                    self.catalog.failed(name, f"{type(exc).__name__}: {exc}")
-                    return
-                self._durable(attempt, stored, time.monotonic() - started)
-                return
+            stored = await loop.run_in_executor(self.threads, self._try, attempt, paths, retry.done, stop)
+        except Stopped:
+            pass
+        except (errors.Unavailable, errors.NotFound, errors.Corrupt) as exc:
+            if not isinstance(exc, errors.Unavailable):
+                retry.done.clear()  # a file that was put is not there any more, or not whole: put all again
+            pause = retry.later()
+            log.warning("flush of %s failed, try %d, again in %.1f s: %s", checkpoint, retry.tries, pause, exc)
+            self.catalog.delayed(name, f"{retry.tries} tries failed: {exc}")
+        except errors.WrongPhase as exc:
+            log.warning("flush of %s ended: %s", checkpoint, exc)
+            self.apply(self.catalog.aborted(name, str(exc)))
+        except errors.CkptdError as exc:
+            log.error("checkpoint %s cannot be made durable: %s", checkpoint, exc)  # noqa: TRY400 - the message says all
+            self.catalog.failed(name, str(exc))
+        except Exception as exc:
+            log.exception("checkpoint %s cannot be made durable", checkpoint)
+            self.catalog.failed(name, f"{type(exc).__name__}: {exc}")
+        else:
+            self._durable(attempt, stored, time.monotonic() - started)
         finally:
             del self._stops[name]
+            if attempt.state != Checkpoint.ACCEPTED:
+                self._retries.pop(name, None)
             self.apply(self.catalog.unpin(name))
+
+    def _due(self, attempt: Attempt) -> float:
+        retry = self._retries.get(attempt.name)
+        return 0.0 if retry is None else retry.not_before
 
     def _try(self, attempt: Attempt, paths: dict[str, Path], done: dict[str, StoredShard], stop: threading.Event) -> int:
         """In a thread: one try. Returns the stored bytes."""

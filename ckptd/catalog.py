@@ -22,6 +22,8 @@ from ckptd.v1.manifest_pb2 import Receipt, Record, Summary
 
 #: How many ended attempts are remembered for `list` and `wait`.
 REMEMBERED = 256
+#: How many troubles one warning tells of.
+MOST_TOLD = 3
 
 
 class Catalog:
@@ -38,7 +40,7 @@ class Catalog:
         self.pins: Counter[str] = Counter()
         self.waiting: Counter[CheckpointId] = Counter()
         self.newest: dict[str, str] = {}
-        self.warning = ""
+        self.troubles: dict[str, str] = {}
 
     # -- leases -----------------------------------------------------------------------------
 
@@ -199,10 +201,10 @@ class Catalog:
 
     # -- becoming durable -------------------------------------------------------------------
 
-    def to_flush(self) -> Attempt | None:
-        """The oldest attempt that still has to become durable."""
+    def to_flush(self) -> list[Attempt]:
+        """What still has to become durable, the oldest first."""
         pending = [a for a in self.attempts.values() if a.state == Checkpoint.ACCEPTED and a.record.durable and a.whole]
-        return min(pending, key=lambda attempt: attempt.name, default=None)
+        return sorted(pending, key=lambda attempt: attempt.name)
 
     def flushed(self, name: str, stored_bytes: int) -> list[Effect]:
         attempt = self.attempts[name]
@@ -211,7 +213,7 @@ class Catalog:
         attempt.state = Checkpoint.DURABLE
         attempt.record.summary.stored_bytes = stored_bytes
         attempt.reason = ""
-        self.warning = ""
+        self.troubles.pop(name, None)
         effects: list[Effect] = []
         for older in self._older(attempt):
             effects += self._end(older, Checkpoint.ABORTED, f"superseded by a newer save of {attempt.id}")
@@ -222,7 +224,16 @@ class Catalog:
         attempt = self.attempts[name]
         attempt.state = Checkpoint.FAILED
         attempt.reason = reason
-        self.warning = f"checkpoint {attempt.id} could not be made durable: {reason}"
+        self._trouble(name, f"checkpoint {attempt.id} could not be made durable: {reason}")
+
+    def delayed(self, name: str, reason: str) -> None:
+        """The attempt is not durable yet; it is tried again."""
+        self._trouble(name, f"checkpoint {self.attempts[name].id} is not durable yet, {reason}")
+
+    @property
+    def warning(self) -> str:
+        """What the next save should hear: what failed and nothing has replaced, the latest first; empty if nothing."""
+        return "; ".join([*reversed(self.troubles.values())][:MOST_TOLD])
 
     def aborted(self, name: str, reason: str) -> list[Effect]:
         attempt = self.attempts[name]
@@ -303,6 +314,8 @@ class Catalog:
 
     def _end(self, attempt: Attempt, state: Checkpoint.State, reason: str) -> list[Effect]:
         flushing = attempt.state == Checkpoint.ACCEPTED
+        if state == Checkpoint.ABORTED:
+            self.troubles.pop(attempt.name, None)
         attempt.state = state
         attempt.reason = reason
         effects: list[Effect] = [Forget(attempt.name)]
@@ -314,6 +327,12 @@ class Catalog:
         for name in sorted(ended)[:-REMEMBERED]:
             self._remove(name)
         return effects
+
+    def _trouble(self, name: str, text: str) -> None:
+        self.troubles.pop(name, None)
+        self.troubles[name] = text
+        for oldest in list(self.troubles)[:-REMEMBERED]:
+            del self.troubles[oldest]
 
     def _let_go(self, attempt: Attempt) -> list[Effect]:
         effects = [self._drop_shard(token) for token in sorted(attempt.held)]

@@ -86,7 +86,11 @@ class Ledger:
         """
         entries = self.entries(run)
         newest = [
-            max((entry for entry in entries if entry.attempt is not None), key=lambda entry: entry.attempt or "", default=None),
+            max(
+                (entry for entry in entries if entry.attempt is not None),
+                key=lambda entry: (entry.attempt or "", _step(entry.id)),
+                default=None,
+            ),
             max((entry for entry in entries if entry.attempt is None), key=lambda entry: (_step(entry.id), entry.modified), default=None),
         ]
         candidates = [entry for entry in newest if entry is not None]

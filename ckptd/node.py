@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
+from contextlib import suppress
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -234,9 +235,10 @@ class Node:
         """Makes accepted attempts durable, oldest first."""
         while True:
             changed = self._changed
-            attempt = self.catalog.to_flush()
+            attempt = self.backlog.next()
             if attempt is None:
-                await changed.wait()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), self.backlog.pause_seconds())
             else:
                 await self.backlog.flush(attempt)
                 self._notify()

@@ -121,9 +121,17 @@ class DaemonProcess:
         return self.start()
 
     def __enter__(self) -> Self:
-        return self.start() if self.process is None else self
+        try:
+            return self.start() if self.process is None else self
+        except BaseException:
+            self.remove()
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Kills it and removes all its files."""
         self.kill()
         shutil.rmtree(self.shm_dir, ignore_errors=True)
         shutil.rmtree(self.home, ignore_errors=True)

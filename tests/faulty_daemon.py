@@ -4,7 +4,7 @@ The daemon is the real one; ``faulty://`` is a file system of fsspec's, a local 
 that looks into the JSON file named by FAULTY_CONTROL before each object appears:
 
     {"hold_after": k}         the first k objects appear, the next ones wait until this changes
-    {"raise": "EACCES"}       every write fails with that errno
+    {"raise": "EACCES"}       every write fails with that errno; with "only", those to paths that contain it
     {"delay_seconds": s}      every object takes that long to appear
     {"list_raises": "EIO"}    listings fail
     {"list_hangs": true}      listings wait until this changes
@@ -50,7 +50,7 @@ class FaultyFileSystem(LocalFileSystem):
         return super()._strip_protocol(str(path).removeprefix("faulty://"))
 
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
-        if "r" not in mode:
+        if "r" not in mode and str(control().get("only", "")) in path:
             fail_if_told("raise")
         return super()._open(path, mode, **kwargs)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,3 +61,40 @@ def test_a_full_disk_is_retried_until_there_is_room(tmp_path: Path) -> None:
         control.unlink()
         wait("step-10", address=daemon.address, timeout=60)
         assert daemon.list()["step-10"]["state"] == "durable"
+
+
+def test_a_failure_is_told_although_others_succeed_after_it(tmp_path: Path) -> None:
+    store, control = tmp_path / "store", tmp_path / "control"
+    with DaemonProcess(f"faulty://{store}", program=FAULTY, env={"FAULTY_CONTROL": str(control)}) as daemon:
+        store.mkdir(exist_ok=True)
+        (store / "run").write_text("in the way")  # a file where the run's directory should be
+        for id in ("run/step-1", "step-2"):
+            dcp.save({"t": torch.ones(10)}, checkpoint_id=id, storage_writer=DaemonStorageWriter(address=daemon.address))
+        wait("step-2", address=daemon.address, timeout=60)
+        with pytest.warns(UserWarning, match="run/step-1 could not be made durable"):
+            save(daemon, 3)
+
+
+def test_an_attempt_that_waits_to_be_tried_again_holds_up_no_other(tmp_path: Path) -> None:
+    store, control = tmp_path / "store", tmp_path / "control"
+    with DaemonProcess(f"faulty://{store}", program=FAULTY, env={"FAULTY_CONTROL": str(control)}) as daemon:
+        control.write_text(json.dumps({"raise": "ENOSPC", "only": "full/"}))
+        for id in ("full/step-1", "ok/step-1"):
+            dcp.save({"t": torch.ones(10)}, checkpoint_id=id, storage_writer=DaemonStorageWriter(address=daemon.address))
+        wait("ok/step-1", address=daemon.address, timeout=60)
+        assert daemon.list()["full/step-1"]["state"] == "accepted"
+        control.unlink()
+        wait("full/step-1", address=daemon.address, timeout=60)
+
+
+def test_the_trainer_ends_with_a_status_that_says_so(tmp_path: Path) -> None:
+    store, control = tmp_path / "store", tmp_path / "control"
+    with DaemonProcess(f"faulty://{store}", program=FAULTY, env={"FAULTY_CONTROL": str(control)}) as daemon:
+        control.write_text(json.dumps({"raise": "EACCES"}))
+        command = [sys.executable, "-m", "ckptd_worker.train", "--steps", "2", "--save-every", "2", "--run-name", "job"]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=100, env={**os.environ, "CKPTD_ADDRESS": daemon.address}, check=False
+        )
+        assert done.returncode == 1, done.stderr
+        assert "job/step-2" in done.stdout + done.stderr
+        assert "ermission" in done.stdout + done.stderr

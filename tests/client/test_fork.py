@@ -84,7 +84,7 @@ print("done")
 """
 
 
-def test_dataloader_workers_and_calls_from_forked_children(tmp_path: Path) -> None:
+def test_c18_dataloader_workers_and_calls_from_forked_children(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     with DaemonProcess(str(tmp_path / "store")) as daemon:

@@ -20,7 +20,7 @@ def run_world(pair: Pair, size: int, scenario: str, *, seconds: float) -> None:
         port = probe.getsockname()[1]
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(PROGRAM), pair.saving.address, pair.other.address, scenario],
+            [sys.executable, str(PROGRAM), pair.saving.address, pair.other.address, str(pair.store), scenario],
             env={**pair.saving.env, "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
             stdout=subprocess.PIPE,
@@ -45,13 +45,13 @@ def run_world(pair: Pair, size: int, scenario: str, *, seconds: float) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_four_ranks_save_reshard_and_fail_together(pair: Pair) -> None:
+def test_c12_four_ranks_save_reshard_and_fail_together(pair: Pair) -> None:
     run_world(pair, 4, "all", seconds=240)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_eight_ranks_save_and_reshard(pair: Pair) -> None:
+def test_c12_eight_ranks_save_and_reshard(pair: Pair) -> None:
     run_world(pair, 8, "eight", seconds=360)
 
 

@@ -1,4 +1,4 @@
-"""What every rank of test_world.py runs: ``world_program.py OWN_DAEMON OTHER_DAEMON SCENARIO``.
+"""What every rank of test_world.py runs: ``world_program.py OWN_DAEMON OTHER_DAEMON STORE SCENARIO``.
 
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT come from the environment, as from torchrun.
 Smaller worlds are subgroups of this one.
@@ -22,7 +22,7 @@ from ckptd.errors import InvalidRequest, NotFound, Unavailable
 from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
 
 SHAPES = [(6,), (1, 5), (5, 1), (3, 2), (7, 3), (128,), (1,), (0, 4), (33, 1025)]
-OWN, OTHER, SCENARIO = sys.argv[1:]
+OWN, OTHER, STORE, SCENARIO = sys.argv[1:]
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
@@ -85,14 +85,14 @@ def failures(call: Callable[[], None]) -> dict[int, BaseException]:
 
 
 def reshard(saving: list[int], loading: list[int]) -> None:
-    """Every world and placement into every other, from memory and from the store."""
+    """Every world and placement into every other, from memory, from the store, and with stock DCP."""
     worlds = Worlds(sorted({*saving, *loading}))
     for size in saving:
         if size > RANK:
-            save(f"w{size}/step-1", state_of(worlds.meshes[size], size), group=worlds.groups[size])
+            save(f"{SCENARIO}-w{size}/step-1", state_of(worlds.meshes[size], size), group=worlds.groups[size])
     for size in saving:
         if size > RANK:
-            wait(f"w{size}/step-1", address=OWN, timeout=60)
+            wait(f"{SCENARIO}-w{size}/step-1", address=OWN, timeout=60)
     dist.barrier()
     for size in saving:
         for other in loading:
@@ -102,8 +102,12 @@ def reshard(saving: list[int], loading: list[int]) -> None:
             for target in (None, Shard(0), Shard(1), Replicate()):
                 for address in (OWN, OTHER) if target is None else (OWN,):
                     state = state_of(mesh, size, as_=target, empty=True)
-                    load(f"w{size}/step-1", state, group=worlds.groups[other], address=address)
+                    load(f"{SCENARIO}-w{size}/step-1", state, group=worlds.groups[other], address=address)
                     assert_equal(state, state_of(mesh, size, as_=target))
+                state = state_of(mesh, size, as_=target, empty=True)
+                stock = dcp.FileSystemReader(f"{STORE}/{SCENARIO}-w{size}/step-1")
+                dcp.load(state, storage_reader=stock, process_group=worlds.groups[other])
+                assert_equal(state, state_of(mesh, size, as_=target))
     dist.barrier()
 
 
@@ -223,7 +227,7 @@ def main() -> None:
             saves_in_the_background()
         elif SCENARIO == "eight":
             reshard([8], [1, 3, 8])
-            reshard([3], [5, 8])
+            reshard([3, 4], [5, 8])
         elif SCENARIO == "process":
             save_in_a_process_of_its_own()
     finally:

@@ -96,5 +96,6 @@ def test_s3(s3: S3Server, codec: str) -> None:
 
 
 def test_a_missing_bucket_is_refused_at_start(s3: S3Server) -> None:
-    with pytest.raises(RuntimeError, match=r"exit 3.*\n(.*\n)*ckptd: .*nosuchbucket"):
-        DaemonProcess("s3://nosuchbucket/x", *s3.arguments).start()
+    refused = pytest.raises(RuntimeError, match=r"exit 3.*\n(.*\n)*ckptd: .*nosuchbucket")
+    with refused, DaemonProcess("s3://nosuchbucket/x", *s3.arguments):
+        pass

@@ -56,7 +56,7 @@ def test_an_accepted_attempt_is_latest_and_waits_to_be_flushed() -> None:
     latest = driver.catalog.latest("run")
     assert latest is not None
     assert latest.name == record.summary.attempt
-    assert driver.catalog.to_flush() is latest
+    assert driver.catalog.to_flush() == [latest]
     assert driver.catalog.latest("") is None
 
 
@@ -224,7 +224,7 @@ def test_a_failed_attempt_is_kept_until_its_memory_is_needed() -> None:
 def test_memory_only_attempts_go_when_a_newer_one_of_the_run_is_accepted() -> None:
     driver = Driver()
     first, _ = driver.save("step-1", durable=False)
-    assert driver.catalog.to_flush() is None
+    assert driver.catalog.to_flush() == []
     assert list(driver.catalog.victims()) == []
     driver.save("step-2", durable=False)
     assert {token for token, _ in driver.catalog.victims()} == set(tokens(first))
