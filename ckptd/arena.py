@@ -90,6 +90,9 @@ class Arena:
     def __len__(self) -> int:
         return len(self._pool)
 
+    def __contains__(self, token: str) -> bool:
+        return self._pool.get(token) is not None
+
     def get(self, token: str) -> Segment:
         """The segment of this token; KeyError if there is none (any more). Stale after the next change of its state."""
         segment = self._pool.get(token)
@@ -181,15 +184,16 @@ class Arena:
         if nbytes > 0:
             await self._turn(-(-nbytes // _PAGE) * _PAGE, deadline, cache=cache)
 
-    def charge(self, token: str, nbytes: int) -> None:
-        """Sets what a cache is charged in all, after more was reserved than needed; never more than that. Fine if it is gone."""
+    def charge(self, token: str, nbytes: int, *, settled: int = 0) -> None:
+        """Lowers what a cache is charged to the `nbytes` that it holds, and what is still reserved for fetches.
+
+        `settled` bytes of reservations have come to their end. Does nothing if the cache is gone.
+        """
         cache = self._pool.get(token)
-        if cache is None:
-            return
-        if cache.state != "cache" or not 0 <= nbytes <= cache.charged:
-            raise ValueError(f"cannot charge {token} ({cache.state}, {cache.charged} reserved) with {nbytes} bytes")
-        cache.charged = nbytes
-        self.poke()
+        if cache is not None:
+            cache.reserved -= settled
+            cache.charged = min(cache.charged, nbytes + cache.reserved)
+            self.poke()
 
     def poke(self) -> None:
         """Something may have become evictable: serves the queue, and makes spares, in a moment."""
@@ -234,6 +238,7 @@ class Arena:
                 self._pool.discard(segment)
             elif segment in self._pool:
                 segment.charged -= waiter.nbytes
+                segment.reserved -= waiter.nbytes
         self.poke()
 
     # -- making room -----------------------------------------------------------------------------
@@ -268,6 +273,7 @@ class Arena:
             return False  # until the threads have freed it
         if waiter.cache is not None:
             waiter.cache.charged += waiter.nbytes
+            waiter.cache.reserved += waiter.nbytes
             return self._line.settle(waiter, (waiter.cache, False))
         outcome: tuple[Segment, bool] | CkptdError
         try:

@@ -154,6 +154,9 @@ class Backlog:
         effects = self.catalog.flushed(attempt.name, stored_bytes)
         if attempt.state == Checkpoint.DURABLE:
             # Written again if it is gone: the directory may have been cleaned, and the checkpoint is safe all the same.
-            self.arena.move_record(attempt.name, "accepted", "durable", attempt.record.SerializeToString())
+            try:
+                self.arena.move_record(attempt.name, "accepted", "durable", attempt.record.SerializeToString())
+            except errors.CkptdError as exc:  # then the next daemon finds out from the store
+                log.warning("the record of %s stays as it is: %s", attempt.id, exc)
         log.info("durable %s: %d bytes stored of %d, %.2f s", attempt.id, stored_bytes, attempt.record.summary.raw_bytes, seconds)
         self.apply(effects)

@@ -63,10 +63,7 @@ class Catalog:
         stale = [
             shard.token
             for shard in self._unbound(checkpoint)
-            if shard.rank == rank
-            and not shard.metadata
-            and shard.receipt is not None
-            and (shard.owner == owner or not self.leases[shard.owner])
+            if shard.rank == rank and shard.receipt is not None and (shard.owner == owner or not self.leases[shard.owner])
         ]
         return [self._drop_shard(token) for token in stale]
 
@@ -158,7 +155,8 @@ class Catalog:
             )
         summary = Summary(
             id=str(checkpoint),
-            attempt=mint_attempt(now_us, self.newest.get(checkpoint.run)),
+            # Later than its shards, whatever the clock does: `wait` compares the two.
+            attempt=mint_attempt(max(now_us, *(receipt.sealed_us + 1 for receipt in receipts)), self.newest.get(checkpoint.run)),
             accepted_us=now_us,
             world_size=len(request.shards),
             raw_bytes=sum(receipt.raw_bytes for receipt in request.shards),

@@ -124,6 +124,7 @@ async def run(settings: Settings) -> int:
     finally:
         for ended_task in (*background, ending):
             ended_task.cancel()
+        service.ending.set()
         await server.stop(STOP_SECONDS)
         restore.close()
         node.close()

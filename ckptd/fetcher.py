@@ -30,8 +30,6 @@ from ckptd.v1.manifest_pb2 import Manifest, StoredShard
 REQUEST_NBYTES = 16 * 1024 * 1024
 #: Stored bytes between two wanted blocks that are cheaper to read than to skip.
 GAP_NBYTES = 128 * 1024
-#: How often a reader tries to find all its blocks there at once.
-MOST_ROUNDS = 100
 PAGE = os.sysconf("SC_PAGE_SIZE")
 Key = tuple[int, int]
 
@@ -62,11 +60,16 @@ class Cached:
     codec: Codec
     block_nbytes: int
     segment: Segment
-    reserved: int = 0
     fetching: int = 0
+    waiting: int = 0
     blocks: dict[Key, asyncio.Future[None]] = field(default_factory=dict)
     places: dict[Key, StoredBlock] = field(default_factory=dict)
     pins: Counter[Key] = field(default_factory=Counter)
+
+    @property
+    def busy(self) -> bool:
+        """Somebody needs the segment as it is: it cannot be evicted whole."""
+        return bool(self.pins or self.fetching or self.waiting)
 
     def find(self, items: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> list[StoredBlock]:
         """The blocks under byte ranges of items (relative to each item's first raw byte), in file order."""
@@ -105,7 +108,7 @@ class Fetcher:
 
     def victims(self) -> list[str]:
         """Segments of which nobody reads a block, least recently asked for first."""
-        return [cached.segment.token for cached in self.cached.values() if not cached.pins and not cached.fetching]
+        return [cached.segment.token for cached in self.cached.values() if not cached.busy]
 
     def evicted(self, token: str) -> None:
         for key, cached in list(self.cached.items()):
@@ -120,28 +123,51 @@ class Fetcher:
     async def present(self, contents: Manifest, shard: int, wanted: Sequence[StoredBlock], deadline: float | None) -> Blocks:
         """Returns when all the blocks are there; they are pinned then, and the caller unpins them with `release`.
 
-        Nothing is pinned while anything is waited for: readers that held what they have while they wait
-        for more would wait for each other. Raises Corrupt if a block is not what was stored, ArenaFull if
-        there is no memory for it, and what the store raises; then nothing stays pinned.
+        Nothing is pinned, and no block is on its way, while memory is waited for: whoever holds something
+        or is waited for by others ends without needing more. Raises Corrupt if a block is not what was
+        stored, ArenaFull if there is no memory for it, and what the store raises; then nothing stays pinned.
         """
-        for _ in range(MOST_ROUNDS):
-            cached = self._open(contents, shard)
-            missing = [block for block in wanted if block.key not in cached.blocks]
-            if missing:
-                self._start(cached, missing, deadline)
-            waiting = [cached.blocks[block.key] for block in wanted if not cached.blocks[block.key].done()]
-            if not waiting:
-                cached.pins.update(block.key for block in wanted)
-                return Blocks(cached, list(wanted))
-            for done in await asyncio.gather(*map(asyncio.shield, waiting), return_exceptions=True):
-                if isinstance(done, BaseException):
-                    raise done
-        raise errors.ArenaFull("the daemon's memory is too small for so many readers at once: raise --memory, or load with fewer ranks")
+        cached = self._open(contents, shard)
+        missing = await self._reserve(cached, wanted, deadline)
+        blocks = Blocks(cached, list(wanted))
+        cached.pins.update(block.key for block in wanted)
+        if missing.blocks:
+            self._start(cached, missing)
+        try:
+            # All are looked up before the first is awaited: one that fails is forgotten at once.
+            for there in [cached.blocks[block.key] for block in wanted]:
+                await asyncio.shield(there)
+        except BaseException:
+            self.release(blocks)
+            raise
+        return blocks
+
+    async def _reserve(self, cached: Cached, wanted: Sequence[StoredBlock], deadline: float | None) -> Missing:
+        """Memory for what is neither there nor on its way by now; what that is may change while it waits."""
+        token = cached.segment.token
+        cached.waiting += 1
+        try:
+            while True:
+                missing = [block for block in wanted if block.key not in cached.blocks]
+                nbytes = pages_nbytes([block.span for block in missing])
+                if not missing:
+                    return Missing([], 0)
+                asyncio.get_running_loop().call_soon(self._make_way)
+                await self.arena.reserve(token, nbytes, deadline)
+                still = [block for block in wanted if block.key not in cached.blocks]
+                if pages_nbytes([block.span for block in still]) <= nbytes:
+                    if not still:
+                        self.arena.charge(token, allocated(cached.segment.path), settled=nbytes)
+                    return Missing(still, nbytes if still else 0)
+                # Something of it was given up meanwhile, for somebody else who waits.
+                self.arena.charge(token, allocated(cached.segment.path), settled=nbytes)
+        finally:
+            cached.waiting -= 1
 
     def _open(self, contents: Manifest, shard: int) -> Cached:
         key = (contents.summary.attempt, shard)
         cached = self.cached.pop(key, None)
-        if cached is not None and not cached.segment.path.exists() and not cached.fetching:
+        if cached is not None and not cached.segment.path.exists() and not cached.busy:
             self.arena.drop(cached.segment.token)  # somebody removed the file
             cached = None
         if cached is None:
@@ -156,14 +182,14 @@ class Fetcher:
         self.cached[key] = cached  # the last one is the most recently used
         return cached
 
-    def _start(self, cached: Cached, missing: list[StoredBlock], deadline: float | None) -> None:
+    def _start(self, cached: Cached, missing: Missing) -> None:
         """Begins to fetch, in a task of its own: a reader that is cancelled must not fail those who wait for the same blocks."""
         loop = asyncio.get_running_loop()
-        for block in missing:
+        for block in missing.blocks:
             cached.blocks[block.key] = loop.create_future()
             cached.places[block.key] = block
         cached.fetching += 1
-        task = asyncio.create_task(self._fetch(cached, missing, deadline))
+        task = asyncio.create_task(self._fetch(cached, missing))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -174,20 +200,19 @@ class Fetcher:
             pins[block.key] -= 1
             if pins[block.key] <= 0:
                 del pins[block.key]
-        if self.arena.waiting:
-            self.give_up_unread()
+        self._make_way()
         self.arena.poke()
 
-    async def _fetch(self, cached: Cached, missing: list[StoredBlock], deadline: float | None) -> None:
+    async def _fetch(self, cached: Cached, missing: Missing) -> None:
         """Fetches the blocks and tells all who wait for them; raises nothing."""
         failure: Exception | None = None
         try:
-            await self._read(cached, missing, deadline)
+            await self._read(cached, missing.blocks)
         except asyncio.CancelledError:
             failure = errors.Unavailable("the daemon is shutting down")
         except Exception as exc:  # noqa: BLE001 - whoever waits raises it
             failure = exc
-        for block in missing:
+        for block in missing.blocks:
             if failure is None:
                 cached.blocks[block.key].set_result(None)
             else:
@@ -195,33 +220,20 @@ class Fetcher:
                 waiting.set_exception(failure)
                 waiting.exception()  # all who waited may be gone
         cached.fetching -= 1
-        self.arena.poke()
+        self.arena.charge(cached.segment.token, allocated(cached.segment.path), settled=missing.reserved)
+        self._make_way()
 
-    async def _read(self, cached: Cached, missing: list[StoredBlock], deadline: float | None) -> None:
-        needed = pages_nbytes([block.span for block in missing])
-        # Counted before it is granted: what is charged meanwhile must not cut it off.
-        cached.reserved += needed
+    async def _read(self, cached: Cached, blocks: Sequence[StoredBlock]) -> None:
         loop = asyncio.get_running_loop()
-        try:
-            loop.call_soon(self._make_way)
-            await self.arena.reserve(cached.segment.token, needed, deadline)
-            reads = [
-                loop.run_in_executor(self.threads, read_run, self.store, cached.object_key, cached.codec, cached.segment.path, run)
-                for run in runs(missing)
-            ]
-            # All of them end before the reservation does, also if one fails.
-            for result in await asyncio.gather(*reads, return_exceptions=True):
-                if isinstance(result, BaseException):
-                    raise result
-                self.bytes_from_store += result
-        finally:
-            cached.reserved -= needed
-            self._charge(cached)
-
-    def _charge(self, cached: Cached) -> None:
-        """Corrects what the segment is charged: what it holds, and what is reserved for fetches under way."""
-        segment = cached.segment
-        self.arena.charge(segment.token, min(segment.charged, allocated(segment.path) + cached.reserved))
+        reads = [
+            loop.run_in_executor(self.threads, read_run, self.store, cached.object_key, cached.codec, cached.segment.path, run)
+            for run in runs(blocks)
+        ]
+        # All of them end before the reservation does, also if one fails.
+        for result in await asyncio.gather(*reads, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+            self.bytes_from_store += result
 
     def _make_way(self) -> None:
         """If somebody waits for memory by now."""
@@ -231,7 +243,7 @@ class Fetcher:
     def give_up_unread(self) -> None:
         """Frees what nobody reads of shards that are in use otherwise: those cannot be evicted whole."""
         for cached in self.cached.values():
-            if not cached.pins and not cached.fetching:
+            if not cached.busy:
                 continue
             idle = [key for key, there in cached.blocks.items() if there.done() and key not in cached.pins]
             if not idle:
@@ -243,7 +255,15 @@ class Fetcher:
             for start, end in [*kept, (cached.segment.nbytes, cached.segment.nbytes)]:
                 punch(cached.segment.path, free_from, start)
                 free_from = end
-            self._charge(cached)
+            self.arena.charge(cached.segment.token, allocated(cached.segment.path))
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Blocks to fetch, and the bytes of memory that are reserved for them."""
+
+    blocks: list[StoredBlock]
+    reserved: int
 
 
 @dataclass(frozen=True, slots=True)

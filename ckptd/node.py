@@ -189,17 +189,14 @@ class Node:
         while True:
             changed = self._changed
             attempt = self.catalog.attempts.get(name) or self.catalog.holder(token)
-            unbound = token in self.catalog.shards and attempt is None
-            if attempt is None and not unbound:
-                attempt = self.catalog.newest_of(checkpoint, restorable=False)
-            if attempt is None and not unbound:
-                loop = asyncio.get_running_loop()
-                entry = await loop.run_in_executor(self.threads, self.ledger.find, checkpoint)
-                refuse_older(checkpoint, entry.accepted_us, sealed_us)
-                summary = await loop.run_in_executor(self.threads, self.ledger.summary, entry)
-                return Checkpoint(summary=summary, state=Checkpoint.DURABLE, stock=entry.attempt is None)
+            if attempt is None and token not in self.catalog.shards:
+                newest = self.catalog.newest_of(checkpoint, restorable=False)
+                if newest is not None and not (newest.ended and not newest.held):
+                    refuse_older(checkpoint, int(newest.name[:16], 16), sealed_us)
+                    attempt = newest
+                else:  # only the store can tell: what memory remembers of the id is over
+                    return await self._in_store(checkpoint, sealed_us, newest)
             if attempt is not None:
-                refuse_older(checkpoint, int(attempt.name[:16], 16), sealed_us)
                 name = attempt.name
                 if attempt.state == Checkpoint.DURABLE:
                     return checkpoint_of(attempt)
@@ -210,6 +207,19 @@ class Node:
                 if not attempt.record.durable:
                     raise errors.WrongPhase(f"checkpoint {checkpoint} was saved with durable=False: it stays in memory")
             await changed.wait()
+
+    async def _in_store(self, checkpoint: CheckpointId, sealed_us: int, ended: Attempt | None) -> Checkpoint:
+        """The durable checkpoint of that id, if it is no older than the save that is meant."""
+        loop = asyncio.get_running_loop()
+        try:
+            entry = await loop.run_in_executor(self.threads, self.ledger.find, checkpoint)
+        except errors.NotFound:
+            if ended is None:
+                raise
+            raise errors.WrongPhase(f"checkpoint {checkpoint} will not become durable: {ended.reason}") from None
+        refuse_older(checkpoint, entry.accepted_us, sealed_us)
+        summary = await loop.run_in_executor(self.threads, self.ledger.summary, entry)
+        return Checkpoint(summary=summary, state=Checkpoint.DURABLE, stock=entry.attempt is None)
 
     def vanished(self, token: str) -> None:
         """A segment's file was removed by somebody else."""
@@ -227,7 +237,7 @@ class Node:
         """Once a second: what nobody bound in time goes, and what a writer left without a word."""
         now = time.monotonic()
         for token in self.catalog.opened_before(now - MAPPED_SECONDS):
-            if not is_mapped(self.arena.get(token).path):
+            if token not in self.arena or not is_mapped(self.arena.get(token).path):
                 self._apply(self.catalog.abandoned(token))
         self._apply(self.catalog.expire(now))
 

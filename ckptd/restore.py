@@ -91,9 +91,8 @@ class Source:
 
     def copied(self) -> None:
         """The reader has copied what it was given."""
-        for blocks in self.held:
-            self.restore.fetcher.release(blocks)
-        self.held.clear()
+        while self.held:
+            self.restore.fetcher.release(self.held.pop())
 
     def close(self) -> None:
         """Lets go of everything."""
@@ -175,7 +174,8 @@ class Restore:
         attempt = self.node.catalog.attempts.get(name)
         if attempt is not None:
             for token in sorted(attempt.held):
-                if not self.node.arena.get(token).path.exists():
+                # The first that is gone may have taken the others with it.
+                if token in attempt.held and not self.node.arena.get(token).path.exists():
                     self.node.vanished(token)
             if not attempt.held or attempt.state in (Checkpoint.ABORTED, Checkpoint.LOST):
                 attempt = None

@@ -53,6 +53,8 @@ class Segment:
     charged: int
     #: Holds a metadata pickle, so may use the part of the budget that is kept back for those.
     metadata: bool = False
+    #: Of a sparse cache: bytes granted to fetches that have not ended; part of `charged`.
+    reserved: int = 0
 
 
 def shown(nbytes: int) -> str:

@@ -48,6 +48,8 @@ class Service(DaemonServicer):
         self.restore = restore
         self.store = store
         self.status = status
+        #: Set at the end of the daemon: held-open streams end then.
+        self.ending = asyncio.Event()
 
     async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloReply:
         return pb.HelloReply(
@@ -64,7 +66,7 @@ class Service(DaemonServicer):
         self.node.lease(request.owner)
         try:
             yield pb.LeaseEvent(node=self.node.catalog.node)
-            await asyncio.Event().wait()  # until the caller hangs up or dies: then this is cancelled
+            await self.ending.wait()  # or until the caller hangs up or dies: then this is cancelled
         finally:
             self.node.lease_ended(request.owner)
 

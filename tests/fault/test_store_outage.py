@@ -128,3 +128,17 @@ def test_a_removed_segment_of_a_durable_checkpoint_is_read_from_the_store(faulty
     with pytest.raises(WrongPhase, match="removed from the shm-dir"):
         faulty.wait("step-2")
     assert faulty.load("latest") == 1.0
+
+
+def test_wait_asks_the_store_when_memory_remembers_only_what_was_superseded(faulty: Faulty) -> None:
+    faulty.tell(delay_seconds=1.0)
+    faulty.save("step-1", 1.0)
+    faulty.save("step-1", 2.0, overwrite=True)  # ends the first
+    faulty.tell()
+    faulty.wait("step-1")
+    big = {"t": torch.ones(40 * 1024 * 1024)}
+    for step in (2, 3, 4):  # takes the memory of step-1
+        dcp.save(big, checkpoint_id=f"step-{step}", storage_writer=DaemonStorageWriter(address=faulty.daemon.address))
+        faulty.wait(f"step-{step}")
+    faulty.wait("step-1")
+    assert faulty.daemon.cli("wait", "step-1", "--timeout", "10s").returncode == 0

@@ -228,3 +228,18 @@ def test_what_was_accepted_can_be_loaded_from_a_memory_that_is_full(tmp_path: Pa
             found = {"t": torch.zeros(500_000)}
             dcp.load(found, checkpoint_id=f"step-{number}", storage_reader=DaemonStorageReader(address=daemon.address))
             assert bool((found["t"] == number).all())
+
+
+def test_ranks_that_read_different_parts_of_one_large_shard_stream_through(tmp_path: Path) -> None:
+    values = {f"t{number}": torch.full((NUMEL,), float(number)) for number in range(8)}  # 96 MiB
+    with DaemonProcess(str(tmp_path / "store"), "--codec", "none") as daemon:
+        dcp.save(values, checkpoint_id="step-1", storage_writer=DaemonStorageWriter(address=daemon.address))
+        wait("step-1", address=daemon.address, timeout=60)
+    with DaemonProcess(str(tmp_path / "store"), memory="32MiB") as daemon:
+        found = [{key: torch.zeros(NUMEL)} for key in values]
+        readers = [threading.Thread(target=load, args=(daemon, into)) for into in found]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        assert all(torch.equal(into[key], values[key]) for into in found for key in into)

@@ -355,7 +355,7 @@ def test_a_later_small_request_never_overtakes_an_earlier_big_one(shm_dir):
             await small
             await more
             assert sorted(order) == ["big", "small"]
-            b.arena.charge(cache.token, 0)
+            b.arena.charge(cache.token, 0, settled=cache.reserved)
 
     asyncio.run(run())
 
@@ -618,9 +618,11 @@ def test_a_cache_is_charged_what_is_reserved_and_then_what_it_holds(shm_dir):
                 file.seek(64 * MiB)
                 file.write(bytes(8 * MiB))
             b.arena.charge(cache.token, cache.path.stat().st_blocks * 512)
+            assert b.arena.used == 8 * MiB + 4096, "what is reserved stays charged until it is settled"
+            b.arena.charge(cache.token, cache.path.stat().st_blocks * 512, settled=8 * MiB + 4096)
             await b.balanced()
-            with pytest.raises(ValueError, match="cannot charge"):
-                b.arena.charge(cache.token, 9 * MiB)
+            b.arena.charge(cache.token, 9 * MiB)
+            assert b.arena.used == 8 * MiB, "only a reservation raises what is charged"
             b.victims.append((cache.token, False))
             await b.arena.allocate(28 * MiB, "a")
             assert b.evicted == [cache.token]
@@ -851,7 +853,7 @@ def test_accounts_balance_whatever_happens(operations):
                     case "reserve" if segment is not None and segment.state == "cache":
                         tasks.append(asyncio.create_task(b.arena.reserve(token, pick.choice([1, 5]) * MiB)))
                     case "charge" if segment is not None and segment.state == "cache":
-                        b.arena.charge(token, 0)
+                        b.arena.charge(token, 0, settled=segment.reserved)
                     case "pause":
                         await b.settled()
                 await asyncio.sleep(0)
@@ -863,7 +865,7 @@ def test_accounts_balance_whatever_happens(operations):
             for token in tokens:
                 segment = b.arena._pool.get(token)
                 if segment is not None and segment.state == "cache":
-                    b.arena.charge(token, 0)  # nothing was written into it
+                    b.arena.charge(token, 0, settled=segment.reserved)  # nothing was written into it
 
     with tempfile.TemporaryDirectory(prefix="ckptd-test-", dir="/dev/shm") as directory:
         asyncio.run(run(Path(directory)))
