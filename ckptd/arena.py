@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 from ckptd import segment as files
 from ckptd.budget import Budget
 from ckptd.errors import CkptdError, InvalidRequest, LeaseLost, Unavailable
-from ckptd.line import Line, Waiter
+from ckptd.line import Line, Waiter, cache_lost
 from ckptd.model import mint_token
 from ckptd.pool import Pool
 from ckptd.segment import Segment, shown
@@ -180,15 +180,12 @@ class Arena:
         """Charges a cache for `nbytes` more, rounded up to pages. Waits, and fails, like `allocate`; LeaseLost if it is gone."""
         cache = self._pool.get(token)
         if cache is None or cache.state != "cache":
-            raise _cache_lost(token)
+            raise cache_lost(token)
         if nbytes > 0:
             await self._turn(-(-nbytes // _PAGE) * _PAGE, deadline, cache=cache)
 
     def charge(self, token: str, nbytes: int, *, settled: int = 0) -> None:
-        """Lowers what a cache is charged to the `nbytes` that it holds, and what is still reserved for fetches.
-
-        `settled` bytes of reservations have come to their end. Does nothing if the cache is gone.
-        """
+        """Lowers what a cache is charged to the `nbytes` it holds and what is still reserved; `settled` of that has ended."""
         cache = self._pool.get(token)
         if cache is not None:
             cache.reserved -= settled
@@ -260,7 +257,7 @@ class Arena:
     def _grant(self, waiter: Waiter, *, head: bool) -> bool:
         """Ends a waiter's wait, or begins to make room. Ahead of its turn it evicts only metadata segments."""
         if waiter.cache is not None and waiter.cache not in self._pool:
-            return self._line.settle(waiter, _cache_lost(waiter.cache.token))
+            return self._line.settle(waiter, cache_lost(waiter.cache.token))
         if any(self._reuse(segment, waiter) for segment in self._warm(waiter)):
             return True
         if self._free(metadata=waiter.metadata) < waiter.nbytes:
@@ -350,7 +347,3 @@ class Arena:
         if ahead := self._line.ahead_of(waiter):
             figures.append(f"{ahead} earlier requests waiting")
         return ", ".join(figures)
-
-
-def _cache_lost(token: str) -> LeaseLost:
-    return LeaseLost(f"cache {token} is not held any more: load again")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
+from ckptd import errors
 from ckptd.model import CheckpointId
 from ckptd.v1.daemon_pb2 import Checkpoint
 from ckptd.v1.manifest_pb2 import Receipt, Record
@@ -91,6 +92,15 @@ def bound(record: Record) -> list[Receipt]:
 def checkpoint_of(attempt: Attempt) -> Checkpoint:
     """An attempt as the wire shows it."""
     return Checkpoint(summary=attempt.record.summary, state=attempt.state, reason=attempt.reason)
+
+
+def refuse_older(checkpoint: CheckpointId, accepted_us: int, sealed_us: int) -> None:
+    """Raises WrongPhase if an attempt was accepted before the shard of the caller's save was sealed."""
+    if accepted_us < sealed_us:
+        raise errors.WrongPhase(
+            f"the last save of {checkpoint} is gone: it was not accepted, or was lost with the daemon's memory; "
+            f"what there is of {checkpoint} is older"
+        )
 
 
 def victims(attempts: Collection[Attempt], pinned: Collection[str]) -> Iterator[tuple[str, bool]]:

@@ -12,7 +12,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ckptd.errors import ArenaFull, CkptdError
+from ckptd.errors import ArenaFull, CkptdError, LeaseLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -101,3 +101,8 @@ class Line:
             raise
         waited = f"(waited {loop.time() - began:.3g} s)"
         self.settle(waiter, ArenaFull(f"{shortage(waiter)} {waited}; raise --memory, save less often, or wait"))
+
+
+def cache_lost(token: str) -> LeaseLost:
+    """What a request for memory of a cache hears that is gone."""
+    return LeaseLost(f"cache {token} is not held any more: load again")

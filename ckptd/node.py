@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 
 from ckptd import errors
 from ckptd.arena import Arena
-from ckptd.attempt import Attempt, Drop, Effect, Forget, StopFlush, bound, checkpoint_of
+from ckptd.attempt import Attempt, Drop, Effect, Forget, StopFlush, bound, checkpoint_of, refuse_older
 from ckptd.backlog import Backlog
 from ckptd.catalog import Catalog
 from ckptd.flusher import Flusher
@@ -340,12 +340,3 @@ class Node:
             evicted(token)
         # Later, because the arena is in the middle of making room.
         asyncio.get_running_loop().call_soon(self._apply, self.catalog.evicted(token))
-
-
-def refuse_older(checkpoint: CheckpointId, accepted_us: int, sealed_us: int) -> None:
-    """Raises WrongPhase if an attempt was accepted before the shard of the caller's save was sealed."""
-    if accepted_us < sealed_us:
-        raise errors.WrongPhase(
-            f"the last save of {checkpoint} is gone: it was not accepted, or was lost with the daemon's memory; "
-            f"what there is of {checkpoint} is older"
-        )

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd import errors
+from ckptd.blocks import PAGE, StoredBlock, pages_nbytes, runs
 from ckptd.codec import Raw
-from ckptd.fetcher import PAGE, Cached, StoredBlock, pages_nbytes, runs
+from ckptd.fetcher import Cached
 from ckptd.segment import Segment
 from ckptd.v1.manifest_pb2 import Item, Stored, StoredShard, Table
 
