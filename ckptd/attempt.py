@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
+from google.protobuf.message import DecodeError
+
 from ckptd import errors
 from ckptd.model import CheckpointId
 from ckptd.v1.daemon_pb2 import Checkpoint
@@ -101,6 +103,16 @@ def refuse_older(checkpoint: CheckpointId, accepted_us: int, sealed_us: int) -> 
             f"the last save of {checkpoint} is gone: it was not accepted, or was lost with the daemon's memory; "
             f"what there is of {checkpoint} is older"
         )
+
+
+def read_record(attempt: str, data: bytes) -> Record | None:
+    """The commit record of that attempt; None if it is not one: a start must not fail on what lies in the directory."""
+    try:
+        record = Record.FromString(data)
+        CheckpointId.parse(record.summary.id)
+    except (DecodeError, errors.InvalidRequest):
+        return None
+    return record if record.summary.attempt == attempt and record.shards and record.metadata.token else None
 
 
 def victims(attempts: Collection[Attempt], pinned: Collection[str]) -> Iterator[tuple[str, bool]]:

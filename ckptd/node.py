@@ -16,11 +16,9 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from pathlib import Path
 
-from google.protobuf.message import DecodeError
-
 from ckptd import errors
 from ckptd.arena import Arena
-from ckptd.attempt import Attempt, Drop, Effect, Forget, StopFlush, bound, checkpoint_of, refuse_older
+from ckptd.attempt import Attempt, Drop, Effect, Forget, StopFlush, bound, checkpoint_of, read_record, refuse_older
 from ckptd.backlog import Backlog
 from ckptd.catalog import Catalog
 from ckptd.flusher import Flusher
@@ -78,10 +76,9 @@ class Node:
         records: list[tuple[Record, bool]] = []
         keep: dict[str, int] = {}
         for attempt, state, data in self.arena.records():
-            try:
-                record = Record.FromString(data)
-            except DecodeError:
-                log.exception("the commit record of attempt %s cannot be read; it is dropped", attempt)
+            record = read_record(attempt, data)
+            if record is None:
+                log.error("the commit record of attempt %s is damaged; it is dropped", attempt)
                 self.arena.drop_record(attempt)
                 continue
             records.append((record, state == "durable"))

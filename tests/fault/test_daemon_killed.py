@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
+from ckptd.v1.manifest_pb2 import Record, Summary
 from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
 from daemons import FAULTY, DaemonProcess
 
@@ -123,3 +124,16 @@ def test_a_daemon_killed_after_the_commit_does_not_upload_again(tmp_path: Path) 
         daemon.restart()
         assert load(daemon, "latest") == 3
         assert sorted(path.name for path in store.rglob("*")) == files
+
+
+@pytest.mark.parametrize("junk", [b"", b"\xff" * 40, Record(summary=Summary(id="../x", attempt="0" * 24)).SerializeToString()])
+@pytest.mark.parametrize("kind", ["accepted", "durable"])
+def test_a_damaged_record_stops_no_start_and_takes_nothing_with_it(tmp_path: Path, kind: str, junk: bytes) -> None:
+    with DaemonProcess(str(tmp_path / "store")) as daemon:
+        dcp.save(state(3), checkpoint_id="step-3", storage_writer=DaemonStorageWriter(address=daemon.address))
+        daemon.kill()
+        damaged = daemon.shm_dir / f"{'0' * 24}.{kind}.record"
+        damaged.write_bytes(junk)
+        daemon.start()
+        assert load(daemon, "step-3") == 3
+        assert not damaged.exists()

@@ -303,3 +303,21 @@ def test_an_attempt_whose_memory_was_removed_is_lost_with_the_reason() -> None:
     assert attempt.state == Checkpoint.LOST
     assert "removed" in attempt.reason
     assert driver.catalog.latest("") is None
+
+
+def test_saves_that_fail_at_commit_leave_no_metadata_pickles_behind() -> None:
+    driver = Driver()
+    for _ in range(5):
+        driver.request("step-1", world=1)  # sealed, and never bound
+        driver.catalog.restarted(CheckpointId.parse("step-1"), 0, "trainer")
+    assert driver.catalog.shards == {}
+
+
+def test_an_attempt_is_later_than_its_shards_although_the_clock_went_back() -> None:
+    driver = Driver()
+    token = driver.open("step-1", 0)
+    receipt = Receipt(node=NODE, token=token, rank=0, nbytes=10, sealed_us=9_000_000)
+    driver.catalog.sealed(token, receipt, 0.0)
+    pickle = driver.seal(driver.open("step-1", 0, metadata=True))
+    record = driver.catalog.prepare(CommitRequest(id="step-1", shards=[receipt], metadata=pickle, durable=True), 5)
+    assert int(record.summary.attempt[:16], 16) > 9_000_000
