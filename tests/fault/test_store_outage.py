@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,3 +144,19 @@ def test_wait_asks_the_store_when_memory_remembers_only_what_was_superseded(faul
         faulty.wait(f"step-{step}")
     faulty.wait("step-1")
     assert faulty.daemon.cli("wait", "step-1", "--timeout", "10s").returncode == 0
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_while_the_store_hangs_ends_within_the_grace_and_keeps_what_is_accepted(tmp_path: Path, signals: int) -> None:
+    faulty = Faulty(tmp_path)
+    faulty.daemon.arguments += ["--grace", "1s"]
+    with faulty.daemon as daemon:
+        faulty.tell(hold_after=0)
+        faulty.save("step-1", 1.0)
+        for _ in range(signals - 1):
+            os.kill(daemon.pid, signal.SIGTERM)
+        assert daemon.terminate(timeout=20) == 0
+        faulty.tell()
+        daemon.start()
+        assert faulty.load("step-1") == 1.0
+        faulty.daemon.until("step-1", "durable")

@@ -133,8 +133,10 @@ def test_damage_is_an_error_that_names_the_object(tmp_path: Path, pattern: str, 
         assert path.exists() == (damage is not remove)
 
 
-def test_two_data_files_in_each_others_place_are_found(tmp_path: Path) -> None:
-    with DaemonProcess(str(tmp_path / "store")) as daemon:
+@pytest.mark.parametrize("codec", ["none", "zstd:1"])
+def test_two_data_files_in_each_others_place_are_found(tmp_path: Path, codec: str) -> None:
+    """Uncompressed they have the same size and layout: only the hashes in the manifest tell them apart."""
+    with DaemonProcess(str(tmp_path / "store"), "--codec", codec) as daemon:
         for step in (1, 2):
             dcp.save(
                 {"t": torch.full((NUMEL,), float(step))},
@@ -243,3 +245,11 @@ def test_ranks_that_read_different_parts_of_one_large_shard_stream_through(tmp_p
         for reader in readers:
             reader.join()
         assert all(torch.equal(into[key], values[key]) for into in found for key in into)
+
+
+def test_a_flipped_bit_in_an_uncompressed_file_is_found(tmp_path: Path) -> None:
+    save(tmp_path / "store", "--codec", "none")
+    (path,) = (tmp_path / "store").rglob("*.distcp")
+    flip(path)
+    with DaemonProcess(str(tmp_path / "store")) as daemon, pytest.raises(CheckpointException, match="checksum does not match"):
+        load(daemon, blank())
