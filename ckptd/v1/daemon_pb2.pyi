@@ -128,7 +128,7 @@ class CommitRequest(_message.Message):
     def __init__(self, id: _Optional[str] = ..., step: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_manifest_pb2.Receipt, _Mapping]]] = ..., metadata: _Optional[_Union[_manifest_pb2.Receipt, _Mapping]] = ..., tags: _Optional[_Mapping[str, str]] = ..., durable: bool = ..., only_new: bool = ...) -> None: ...
 
 class Checkpoint(_message.Message):
-    __slots__ = ("summary", "state", "reason", "pinned", "stock", "abandoned")
+    __slots__ = ("summary", "state", "reason", "pinned", "stock", "abandoned", "skipped")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         UNKNOWN: _ClassVar[Checkpoint.State]
@@ -153,13 +153,15 @@ class Checkpoint(_message.Message):
     PINNED_FIELD_NUMBER: _ClassVar[int]
     STOCK_FIELD_NUMBER: _ClassVar[int]
     ABANDONED_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
     summary: _manifest_pb2.Summary
     state: Checkpoint.State
     reason: str
     pinned: bool
     stock: bool
     abandoned: bool
-    def __init__(self, summary: _Optional[_Union[_manifest_pb2.Summary, _Mapping]] = ..., state: _Optional[_Union[Checkpoint.State, str]] = ..., reason: _Optional[str] = ..., pinned: bool = ..., stock: bool = ..., abandoned: bool = ...) -> None: ...
+    skipped: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, summary: _Optional[_Union[_manifest_pb2.Summary, _Mapping]] = ..., state: _Optional[_Union[Checkpoint.State, str]] = ..., reason: _Optional[str] = ..., pinned: bool = ..., stock: bool = ..., abandoned: bool = ..., skipped: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WaitRequest(_message.Message):
     __slots__ = ("id", "token", "sealed_us")
@@ -172,10 +174,12 @@ class WaitRequest(_message.Message):
     def __init__(self, id: _Optional[str] = ..., token: _Optional[str] = ..., sealed_us: _Optional[int] = ...) -> None: ...
 
 class ResolveRequest(_message.Message):
-    __slots__ = ("id",)
+    __slots__ = ("id", "fallback")
     ID_FIELD_NUMBER: _ClassVar[int]
+    FALLBACK_FIELD_NUMBER: _ClassVar[int]
     id: str
-    def __init__(self, id: _Optional[str] = ...) -> None: ...
+    fallback: bool
+    def __init__(self, id: _Optional[str] = ..., fallback: bool = ...) -> None: ...
 
 class LoadRequest(_message.Message):
     __slots__ = ("open", "want", "copied")
@@ -229,10 +233,12 @@ class LoadReply(_message.Message):
         checkpoint: Checkpoint
         def __init__(self, metadata: _Optional[_Union[LoadReply.Piece, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[LoadReply.Piece, _Mapping]]] = ..., checkpoint: _Optional[_Union[Checkpoint, _Mapping]] = ...) -> None: ...
     class Present(_message.Message):
-        __slots__ = ("segment",)
+        __slots__ = ("segment", "nbytes")
         SEGMENT_FIELD_NUMBER: _ClassVar[int]
+        NBYTES_FIELD_NUMBER: _ClassVar[int]
         segment: Segment
-        def __init__(self, segment: _Optional[_Union[Segment, _Mapping]] = ...) -> None: ...
+        nbytes: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, segment: _Optional[_Union[Segment, _Mapping]] = ..., nbytes: _Optional[_Iterable[int]] = ...) -> None: ...
     OPENED_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     opened: LoadReply.Opened
@@ -254,18 +260,20 @@ class ShowRequest(_message.Message):
 class ShowReply(_message.Message):
     __slots__ = ("checkpoint", "tensors", "files")
     class Tensor(_message.Message):
-        __slots__ = ("fqn", "dtype", "shape", "raw_bytes", "chunks")
+        __slots__ = ("fqn", "dtype", "shape", "raw_bytes", "chunks", "shards")
         FQN_FIELD_NUMBER: _ClassVar[int]
         DTYPE_FIELD_NUMBER: _ClassVar[int]
         SHAPE_FIELD_NUMBER: _ClassVar[int]
         RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
         CHUNKS_FIELD_NUMBER: _ClassVar[int]
+        SHARDS_FIELD_NUMBER: _ClassVar[int]
         fqn: bytes
         dtype: str
         shape: _containers.RepeatedScalarFieldContainer[int]
         raw_bytes: int
         chunks: int
-        def __init__(self, fqn: _Optional[bytes] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., raw_bytes: _Optional[int] = ..., chunks: _Optional[int] = ...) -> None: ...
+        shards: int
+        def __init__(self, fqn: _Optional[bytes] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., raw_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., shards: _Optional[int] = ...) -> None: ...
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
@@ -279,7 +287,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("node", "version", "store", "memory", "used", "segments", "leases", "open_shards", "waiting", "accepted", "failed", "bytes_from", "uptime_seconds", "warning", "pid", "shm_dir")
+    __slots__ = ("node", "version", "store", "memory", "used", "segments", "leases", "open_shards", "waiting", "accepted", "failed", "bytes_from", "uptime_seconds", "warning", "pid", "shm_dir", "draining")
     class BytesFromEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -303,6 +311,7 @@ class StatusReply(_message.Message):
     WARNING_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     SHM_DIR_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     node: str
     version: str
     store: str
@@ -319,4 +328,119 @@ class StatusReply(_message.Message):
     warning: str
     pid: int
     shm_dir: str
-    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., store: _Optional[str] = ..., memory: _Optional[int] = ..., used: _Optional[int] = ..., segments: _Optional[int] = ..., leases: _Optional[int] = ..., open_shards: _Optional[int] = ..., waiting: _Optional[int] = ..., accepted: _Optional[int] = ..., failed: _Optional[int] = ..., bytes_from: _Optional[_Mapping[str, int]] = ..., uptime_seconds: _Optional[float] = ..., warning: _Optional[str] = ..., pid: _Optional[int] = ..., shm_dir: _Optional[str] = ...) -> None: ...
+    draining: bool
+    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., store: _Optional[str] = ..., memory: _Optional[int] = ..., used: _Optional[int] = ..., segments: _Optional[int] = ..., leases: _Optional[int] = ..., open_shards: _Optional[int] = ..., waiting: _Optional[int] = ..., accepted: _Optional[int] = ..., failed: _Optional[int] = ..., bytes_from: _Optional[_Mapping[str, int]] = ..., uptime_seconds: _Optional[float] = ..., warning: _Optional[str] = ..., pid: _Optional[int] = ..., shm_dir: _Optional[str] = ..., draining: bool = ...) -> None: ...
+
+class PruneRequest(_message.Message):
+    __slots__ = ("run", "keep_last", "keep_every", "keep_within_seconds", "dry_run", "delete_grace_seconds", "orphan_age_seconds")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    KEEP_LAST_FIELD_NUMBER: _ClassVar[int]
+    KEEP_EVERY_FIELD_NUMBER: _ClassVar[int]
+    KEEP_WITHIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    DELETE_GRACE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ORPHAN_AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    keep_last: int
+    keep_every: int
+    keep_within_seconds: float
+    dry_run: bool
+    delete_grace_seconds: float
+    orphan_age_seconds: float
+    def __init__(self, run: _Optional[str] = ..., keep_last: _Optional[int] = ..., keep_every: _Optional[int] = ..., keep_within_seconds: _Optional[float] = ..., dry_run: bool = ..., delete_grace_seconds: _Optional[float] = ..., orphan_age_seconds: _Optional[float] = ...) -> None: ...
+
+class PruneReply(_message.Message):
+    __slots__ = ("verdicts", "swept")
+    class Verdict(_message.Message):
+        __slots__ = ("id", "kept", "reason", "stored_bytes")
+        ID_FIELD_NUMBER: _ClassVar[int]
+        KEPT_FIELD_NUMBER: _ClassVar[int]
+        REASON_FIELD_NUMBER: _ClassVar[int]
+        STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+        id: str
+        kept: bool
+        reason: str
+        stored_bytes: int
+        def __init__(self, id: _Optional[str] = ..., kept: bool = ..., reason: _Optional[str] = ..., stored_bytes: _Optional[int] = ...) -> None: ...
+    class Swept(_message.Message):
+        __slots__ = ("files", "nbytes", "later_files", "later_nbytes")
+        FILES_FIELD_NUMBER: _ClassVar[int]
+        NBYTES_FIELD_NUMBER: _ClassVar[int]
+        LATER_FILES_FIELD_NUMBER: _ClassVar[int]
+        LATER_NBYTES_FIELD_NUMBER: _ClassVar[int]
+        files: int
+        nbytes: int
+        later_files: int
+        later_nbytes: int
+        def __init__(self, files: _Optional[int] = ..., nbytes: _Optional[int] = ..., later_files: _Optional[int] = ..., later_nbytes: _Optional[int] = ...) -> None: ...
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    SWEPT_FIELD_NUMBER: _ClassVar[int]
+    verdicts: _containers.RepeatedCompositeFieldContainer[PruneReply.Verdict]
+    swept: PruneReply.Swept
+    def __init__(self, verdicts: _Optional[_Iterable[_Union[PruneReply.Verdict, _Mapping]]] = ..., swept: _Optional[_Union[PruneReply.Swept, _Mapping]] = ...) -> None: ...
+
+class DeleteRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class Deleted(_message.Message):
+    __slots__ = ("id", "files", "nbytes", "grace_seconds")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    GRACE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    files: int
+    nbytes: int
+    grace_seconds: float
+    def __init__(self, id: _Optional[str] = ..., files: _Optional[int] = ..., nbytes: _Optional[int] = ..., grace_seconds: _Optional[float] = ...) -> None: ...
+
+class PinRequest(_message.Message):
+    __slots__ = ("id", "pinned")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    pinned: bool
+    def __init__(self, id: _Optional[str] = ..., pinned: bool = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("id", "run")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    run: str
+    def __init__(self, id: _Optional[str] = ..., run: _Optional[str] = ...) -> None: ...
+
+class VerifyReply(_message.Message):
+    __slots__ = ("id", "nbytes", "total_nbytes", "damage", "note", "ended")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    DAMAGE_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    nbytes: int
+    total_nbytes: int
+    damage: _containers.RepeatedScalarFieldContainer[str]
+    note: str
+    ended: bool
+    def __init__(self, id: _Optional[str] = ..., nbytes: _Optional[int] = ..., total_nbytes: _Optional[int] = ..., damage: _Optional[_Iterable[str]] = ..., note: _Optional[str] = ..., ended: bool = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("cancel",)
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    cancel: bool
+    def __init__(self, cancel: bool = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ("accepted", "nbytes", "failed")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    accepted: int
+    nbytes: int
+    failed: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, accepted: _Optional[int] = ..., nbytes: _Optional[int] = ..., failed: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -95,6 +95,31 @@ class DaemonStub(object):
                 request_serializer=ckptd_dot_v1_dot_daemon__pb2.StatusRequest.SerializeToString,
                 response_deserializer=ckptd_dot_v1_dot_daemon__pb2.StatusReply.FromString,
                 _registered_method=True)
+        self.Prune = channel.unary_stream(
+                '/ckptd.v1.Daemon/Prune',
+                request_serializer=ckptd_dot_v1_dot_daemon__pb2.PruneRequest.SerializeToString,
+                response_deserializer=ckptd_dot_v1_dot_daemon__pb2.PruneReply.FromString,
+                _registered_method=True)
+        self.Delete = channel.unary_unary(
+                '/ckptd.v1.Daemon/Delete',
+                request_serializer=ckptd_dot_v1_dot_daemon__pb2.DeleteRequest.SerializeToString,
+                response_deserializer=ckptd_dot_v1_dot_daemon__pb2.Deleted.FromString,
+                _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/ckptd.v1.Daemon/Pin',
+                request_serializer=ckptd_dot_v1_dot_daemon__pb2.PinRequest.SerializeToString,
+                response_deserializer=ckptd_dot_v1_dot_daemon__pb2.Checkpoint.FromString,
+                _registered_method=True)
+        self.Verify = channel.unary_stream(
+                '/ckptd.v1.Daemon/Verify',
+                request_serializer=ckptd_dot_v1_dot_daemon__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=ckptd_dot_v1_dot_daemon__pb2.VerifyReply.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_stream(
+                '/ckptd.v1.Daemon/Drain',
+                request_serializer=ckptd_dot_v1_dot_daemon__pb2.DrainRequest.SerializeToString,
+                response_deserializer=ckptd_dot_v1_dot_daemon__pb2.DrainReply.FromString,
+                _registered_method=True)
 
 
 class DaemonServicer(object):
@@ -184,6 +209,44 @@ class DaemonServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prune(self, request, context):
+        """Deletes old checkpoints by a policy, then what deletions and cut-off uploads left. Verdicts
+        come in any number of replies; the last reply carries `swept`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Delete(self, request, context):
+        """Deletes one checkpoint, from the store and from memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pin(self, request, context):
+        """Pins a checkpoint, so that no policy deletes it, or unpins it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
+        """Reads checkpoints back from the store, every byte, and says what is damaged. One reply at
+        least per checkpoint; the last one of each has `ended`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Takes no new saves from now on; a reply whenever something has become durable, the last one
+        when nothing more will.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DaemonServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -246,6 +309,31 @@ def add_DaemonServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=ckptd_dot_v1_dot_daemon__pb2.StatusRequest.FromString,
                     response_serializer=ckptd_dot_v1_dot_daemon__pb2.StatusReply.SerializeToString,
+            ),
+            'Prune': grpc.unary_stream_rpc_method_handler(
+                    servicer.Prune,
+                    request_deserializer=ckptd_dot_v1_dot_daemon__pb2.PruneRequest.FromString,
+                    response_serializer=ckptd_dot_v1_dot_daemon__pb2.PruneReply.SerializeToString,
+            ),
+            'Delete': grpc.unary_unary_rpc_method_handler(
+                    servicer.Delete,
+                    request_deserializer=ckptd_dot_v1_dot_daemon__pb2.DeleteRequest.FromString,
+                    response_serializer=ckptd_dot_v1_dot_daemon__pb2.Deleted.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=ckptd_dot_v1_dot_daemon__pb2.PinRequest.FromString,
+                    response_serializer=ckptd_dot_v1_dot_daemon__pb2.Checkpoint.SerializeToString,
+            ),
+            'Verify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=ckptd_dot_v1_dot_daemon__pb2.VerifyRequest.FromString,
+                    response_serializer=ckptd_dot_v1_dot_daemon__pb2.VerifyReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_stream_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=ckptd_dot_v1_dot_daemon__pb2.DrainRequest.FromString,
+                    response_serializer=ckptd_dot_v1_dot_daemon__pb2.DrainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -572,6 +660,141 @@ class Daemon(object):
             '/ckptd.v1.Daemon/Status',
             ckptd_dot_v1_dot_daemon__pb2.StatusRequest.SerializeToString,
             ckptd_dot_v1_dot_daemon__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prune(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ckptd.v1.Daemon/Prune',
+            ckptd_dot_v1_dot_daemon__pb2.PruneRequest.SerializeToString,
+            ckptd_dot_v1_dot_daemon__pb2.PruneReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Delete(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckptd.v1.Daemon/Delete',
+            ckptd_dot_v1_dot_daemon__pb2.DeleteRequest.SerializeToString,
+            ckptd_dot_v1_dot_daemon__pb2.Deleted.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckptd.v1.Daemon/Pin',
+            ckptd_dot_v1_dot_daemon__pb2.PinRequest.SerializeToString,
+            ckptd_dot_v1_dot_daemon__pb2.Checkpoint.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ckptd.v1.Daemon/Verify',
+            ckptd_dot_v1_dot_daemon__pb2.VerifyRequest.SerializeToString,
+            ckptd_dot_v1_dot_daemon__pb2.VerifyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ckptd.v1.Daemon/Drain',
+            ckptd_dot_v1_dot_daemon__pb2.DrainRequest.SerializeToString,
+            ckptd_dot_v1_dot_daemon__pb2.DrainReply.FromString,
             options,
             channel_credentials,
             insecure,

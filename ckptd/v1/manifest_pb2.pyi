@@ -165,3 +165,15 @@ class Manifest(_message.Message):
     metadata_hash: bytes
     block_nbytes: int
     def __init__(self, summary: _Optional[_Union[Summary, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[StoredShard, _Mapping]]] = ..., metadata_head: _Optional[int] = ..., metadata_nbytes: _Optional[int] = ..., metadata_hash: _Optional[bytes] = ..., block_nbytes: _Optional[int] = ...) -> None: ...
+
+class Tombstone(_message.Message):
+    __slots__ = ("id", "save_id", "deleted_us", "files")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SAVE_ID_FIELD_NUMBER: _ClassVar[int]
+    DELETED_US_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    save_id: str
+    deleted_us: int
+    files: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, id: _Optional[str] = ..., save_id: _Optional[str] = ..., deleted_us: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ...) -> None: ...
