@@ -20,8 +20,9 @@ _DENIED: Final = "check the credentials and what they permit"
 _EXPIRED: Final = "the credentials have expired or the clock is wrong"
 _NO_BUCKET: Final = "create the bucket, or correct the name"
 
-#: Codes of S3 for which the HTTP status alone would say the wrong thing, with what to tell (StoreError) …
+#: Codes of S3 for which the HTTP status alone would say the wrong thing or is not told, with what to tell (StoreError) …
 _FINAL: Final = {
+    "AccessDenied": _DENIED,
     "NoSuchBucket": _NO_BUCKET,
     "InvalidBucketName": "correct the bucket's name",
     "PermanentRedirect": "the bucket is in another region: set --store-option region_name=…",
@@ -45,7 +46,12 @@ _PASSING: Final = {
     "XAmzContentSHA256Mismatch": "",
     "NoSuchUpload": "",
 }
-_PASSING_STATUSES: Final = frozenset({408, 409, 425, 429})
+#: 410 is the word for an upload that GCS has forgotten.
+_PASSING_STATUSES: Final = frozenset({408, 409, 410, 425, 429})
+#: What a service says of credentials that it does not take, whatever they permit.
+_NOT_TAKEN: Final = frozenset(
+    {"401", "InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken", "SignatureDoesNotMatch", "Unauthorized"}
+)
 #: Classes of botocore and google-auth that mean a wrong setup.
 _SETUP: Final = frozenset(
     {
@@ -66,6 +72,14 @@ _FINAL_ERRNOS: Final = frozenset(
 )
 
 
+class Refused(OSError):
+    """A refusal inside an answer that was good as a whole; shaped as botocore shapes its errors."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.response = {"Error": {"Code": code, "Message": message}}
+
+
 @contextlib.contextmanager
 def translated(what: str, *, missing: type[NotFound | StoreError]) -> Iterator[None]:
     """Raises what happens inside as ours. `missing` is what a plain "not found" means for this call."""
@@ -81,6 +95,12 @@ def code_of(exc: BaseException) -> str:
     """The error code that the service gave (its HTTP status, as text, if it gave none); "" if it never answered."""
     answer = _answer(exc)
     return answer[0] if answer else ""
+
+
+def credentials_refused(exc: BaseException | None) -> bool:
+    """Whether the service did not take the credentials: they are wrong, or no longer right."""
+    answer = _answer(exc)
+    return answer is not None and (answer[0] in _NOT_TAKEN or _PASSING.get(answer[0]) == _EXPIRED)
 
 
 def _answer(exc: BaseException | None) -> tuple[str, int] | None:

@@ -15,10 +15,10 @@ import errno
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from ckptd.errors import Corrupt, NotFound, StoreError, Unavailable
-from ckptd.store import Buffer, Object, Source, check_key, check_prefix, is_temporary, reading, temporary_name
+from ckptd.store import Buffer, Children, Object, Source, check_key, check_prefix, is_temporary, reading, temporary_name
 
 #: What an operator has to change, by errno. Everything else may pass: a full disk, a quota, a stale mount, I/O errors.
 _HINTS: Final = {
@@ -41,6 +41,9 @@ _PASSING: Final = {errno.ENOSPC: "free some space", errno.EDQUOT: "raise the quo
 _LOST_AND_FOUND: Final = "lost+found"
 #: The kernel moves at most 2 GiB less a page per call.
 _CHUNK_NBYTES: Final = 1 << 30
+
+#: An entry of a directory, and what stat says of it; None if it is a directory.
+_Found: TypeAlias = tuple[os.DirEntry[str], os.stat_result | None]
 
 
 class LocalStore:
@@ -100,13 +103,28 @@ class LocalStore:
             raise Corrupt(f"{key} in {self.url} is too short: it has no bytes from {start + len(data)} to {end}")
         return data
 
-    def list(self, prefix: str = "") -> Iterator[Object]:
-        directory, _, _ = check_prefix(prefix).rpartition("/")
+    def list(self, prefix: str = "", *, temporary: bool = False) -> Iterator[Object]:
+        directory, _, start = check_prefix(prefix).rpartition("/")
         with _translated(f"cannot list {self._root}"):
             self._check_root()
-        for found in self._walk(self._root / directory, f"{directory}/" if directory else "", ()):
-            if found.key.startswith(prefix) and not is_temporary(found.key):
+        for found in self._walk(self._root / directory, f"{directory}/" if directory else "", (), start):
+            if temporary or not is_temporary(found.key):
                 yield found
+
+    def children(self, directory: str = "") -> Children:
+        top = self._root / check_key(directory) if directory else self._root
+        with _translated(f"cannot list {self._root}"):
+            self._check_root()
+        above, linked = self._way(directory), self._is_linked(top)
+        objects, directories = [], []
+        for entry, file in self._entries(top):
+            if is_temporary(entry.name):
+                continue
+            if file is not None:
+                objects.append(Object(f"{directory}/{entry.name}" if directory else entry.name, file.st_size, file.st_mtime, linked))
+            elif not (entry.is_symlink() and _identity(Path(entry.path)) in above) and not self._is_lost_and_found(Path(entry.path)):
+                directories.append(entry.name)
+        return objects, directories
 
     def delete(self, keys: Iterable[str]) -> None:
         paths = [self._root / check_key(key) for key in keys]
@@ -126,6 +144,9 @@ class LocalStore:
                 except OSError:  # not empty, gone, or not ours to remove: tidiness is no promise
                     break
                 directory = directory.parent
+
+    def abort_uploads(self, older_than_seconds: float) -> int:
+        return 0
 
     def probe(self) -> None:
         with _translated(f"cannot use {self._root} as a store"):
@@ -168,18 +189,29 @@ class LocalStore:
                     raise
         raise AssertionError("unreachable")
 
-    def _walk(self, directory: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[Object]:
-        """All files below `directory`. What disappears meanwhile, or leads nowhere, is left out; what cannot be read raises."""
+    def _walk(self, directory: Path, prefix: str, above: tuple[tuple[int, int], ...], start: str = "") -> Iterator[Object]:
+        """All files below those entries of `directory` that begin with `start`."""
+        here = _identity(directory)
+        if here is None or here in above:  # a symbolic link that leads back
+            return
+        linked = self._is_linked(directory)
+        for entry, file in self._entries(directory, start, below=bool(above)):
+            if file is None:
+                yield from self._walk(directory / entry.name, f"{prefix}{entry.name}/", (*above, here))
+            else:
+                yield Object(f"{prefix}{entry.name}", file.st_size, file.st_mtime, linked)
+
+    def _entries(self, directory: Path, start: str = "", *, below: bool = False) -> Iterator[_Found]:
+        """What is in `directory` and begins with `start`, in order: directories with None.
+
+        What disappears meanwhile, or leads nowhere, is left out; what cannot be read raises. `below`: the root is being walked.
+        """
         with _translated(f"cannot list {directory}"):
             try:
-                status = directory.stat()
-                here = (status.st_dev, status.st_ino)
-                if here in above:  # a symbolic link that leads back
-                    return
                 with os.scandir(directory) as entries:
-                    found = sorted(entries, key=lambda entry: entry.name)
+                    found = sorted((entry for entry in entries if entry.name.startswith(start)), key=lambda entry: entry.name)
             except OSError as exc:
-                if _leads_nowhere(exc) or (isinstance(exc, PermissionError) and above and directory == self._root / _LOST_AND_FOUND):
+                if _leads_nowhere(exc) or (below and isinstance(exc, PermissionError) and directory == self._root / _LOST_AND_FOUND):
                     return
                 raise
         for entry in found:
@@ -190,10 +222,32 @@ class LocalStore:
                     if _leads_nowhere(exc):
                         continue
                     raise
-            if file is None:
-                yield from self._walk(directory / entry.name, f"{prefix}{entry.name}/", (*above, here))
-            else:
-                yield Object(f"{prefix}{entry.name}", file.st_size, file.st_mtime)
+            yield entry, file
+
+    def _way(self, directory: str) -> set[tuple[int, int] | None]:
+        """Which directories lead from the root to `directory`, both included: a link back to one of them is no child."""
+        parts = directory.split("/") if directory else []
+        return {_identity(self._root.joinpath(*parts[:count])) for count in range(len(parts) + 1)}
+
+    def _is_linked(self, directory: Path) -> bool:
+        """Whether a symbolic link leads from the root to `directory`."""
+        return Path(os.path.realpath(directory)) != Path(os.path.realpath(self._root)) / directory.relative_to(self._root)
+
+    def _is_lost_and_found(self, path: Path) -> bool:
+        """Whether this is the file system's own directory in the root, which holds no checkpoint and is not ours to read."""
+        return path == self._root / _LOST_AND_FOUND and not os.access(path, os.R_OK | os.X_OK, effective_ids=True)
+
+
+def _identity(directory: Path) -> tuple[int, int] | None:
+    """Which directory this is, whatever name led there; None if nothing does."""
+    with _translated(f"cannot list {directory}"):
+        try:
+            status = directory.stat()
+        except OSError as exc:
+            if _leads_nowhere(exc):
+                return None
+            raise
+    return status.st_dev, status.st_ino
 
 
 def _leads_nowhere(exc: OSError) -> bool:

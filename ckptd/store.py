@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from ckptd.errors import InvalidRequest
+from ckptd.errors import Corrupt, InvalidRequest, NotFound, StoreError, Unavailable
 from ckptd.model import mint_token
 
 #: Contiguous bytes, read only or not.
@@ -33,6 +33,12 @@ class Object:
     nbytes: int
     modified: float
     """Seconds since the epoch; 0.0 if the store does not say."""
+    linked: bool = False
+    """Found through a symbolic link to a directory: this may be another name of what lies elsewhere."""
+
+
+#: What is directly below a directory: objects, and the names of directories.
+Children: TypeAlias = tuple[list[Object], list[str]]
 
 
 class Store(Protocol):
@@ -58,14 +64,31 @@ class Store(Protocol):
         is not exactly that long; StoreError, Unavailable.
         """
 
-    def list(self, prefix: str = "") -> Iterator[Object]:
+    def list(self, prefix: str = "", *, temporary: bool = False) -> Iterator[Object]:
         """Every object whose key starts with `prefix`, as it is now, in no promised order.
 
-        Leaves out temporary names of our own. Raises StoreError (also if the root is missing), Unavailable.
+        Costs as much as what starts with `prefix`, whatever else the store holds. Leaves out temporary names of
+        our own unless `temporary`, and what others stored under names that are no keys. Raises StoreError
+        (also if the root is missing), Unavailable.
+        """
+
+    def children(self, directory: str = "") -> Children:
+        """What is directly below `directory` ("" is the root) now: its objects, and the names of its directories, in order.
+
+        One shallow listing, not one of everything below. Leaves out what `list` leaves out, and our own temporary
+        directories. A missing directory has no children; a missing root raises StoreError, as whatever else
+        cannot be read does; or Unavailable.
         """
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Deletes objects; missing ones are fine. Raises StoreError, Unavailable: then some may be left."""
+        """Deletes objects, many at once; missing ones are fine. Raises StoreError, Unavailable: then some may be left."""
+
+    def abort_uploads(self, older_than_seconds: float) -> int:
+        """Gives up uploads below the root that began longer ago and never ended; returns their number.
+
+        What a killed daemon leaves on S3, invisible and paid for. 0 where the store itself forgets them or they
+        are files that `list` shows as temporary. Raises StoreError, Unavailable.
+        """
 
     def probe(self) -> None:
         """Writes, lists, reads and deletes a small object. Creates the root where a store has directories.
@@ -76,9 +99,14 @@ class Store(Protocol):
 
 def check_key(key: str) -> str:
     """Returns `key`; raises InvalidRequest if it could lead out of the store or is ambiguous."""
-    if "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
+    if not is_key(key):
         raise InvalidRequest(f"{key!r} is not a key of a store: parts are separated by '/', none is empty, '.' or '..'")
     return key
+
+
+def is_key(text: str) -> bool:
+    """Whether `check_key` would take it: others may store what we would never name so."""
+    return "\0" not in text and not any(part in ("", ".", "..") for part in text.split("/"))
 
 
 def check_prefix(prefix: str) -> str:
@@ -97,6 +125,31 @@ def temporary_name() -> str:
 def is_temporary(key: str) -> bool:
     """Whether `key` ends in a name that `temporary_name` made."""
     return _TEMPORARY.fullmatch(key.rpartition("/")[2]) is not None
+
+
+def exercise(store: Store) -> str:
+    """Writes, lists, reads and deletes a small object; returns the directory that held it.
+
+    It has a temporary name: what a killed probe leaves is in nobody's way. Raises StoreError, also if the store
+    does not give back what it was given, and Unavailable.
+    """
+    name = temporary_name()
+    key = f"{name}/{name}"
+    wrong = ""
+    try:
+        store.put(key, lambda: [b"ckptd"])
+        if [found.key for found in store.list(f"{name}/", temporary=True)] != [key]:
+            wrong = "it does not list what was just written: ckptd needs a store with consistent listings"
+        elif store.get(key) != b"ckptd":
+            wrong = "it does not give back what was written: use another store"
+        store.delete([key])
+    except (StoreError, Unavailable) as exc:
+        raise type(exc)(f"cannot use {store.url} as a store: {exc}") from exc.__cause__
+    except (NotFound, Corrupt) as exc:
+        raise StoreError(f"cannot use {store.url} as a store: it does not give back what was written: {exc}") from exc
+    if wrong:
+        raise StoreError(f"cannot use {store.url} as a store: {wrong}")
+    return name
 
 
 @contextlib.contextmanager

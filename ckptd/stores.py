@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, TypeVar
 
 from ckptd.errors import InvalidRequest, Unavailable
-from ckptd.store import Object, Source, Store
+from ckptd.store import Children, Object, Source, Store
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
+#: Schemes of buckets, with how often a call is tried again: gcsfs itself tries six times, for half a minute.
+_BUCKETS: Final = {"s3": 4, "s3a": 4, "gs": 1, "gcs": 1}
 #: Longest pause before a retry, in seconds.
 _LONGEST_PAUSE: Final = 5.0
 _FIRST_PAUSE: Final = 0.2
@@ -47,6 +49,11 @@ def open_store(url: str, options: Mapping[str, str] | None = None, *, retries: i
         if scheme and not path.startswith("/"):
             raise InvalidRequest(f"store {url!r}: a file URL has three slashes, file:///directory")
         store: Store = LocalStore(path)
+    elif scheme in _BUCKETS:
+        from ckptd.bucketstore import BucketStore
+
+        store = BucketStore(url, options)
+        retries = min(retries, _BUCKETS[scheme])
     else:
         from ckptd.fsspecstore import FsspecStore
 
@@ -55,7 +62,7 @@ def open_store(url: str, options: Mapping[str, str] | None = None, *, retries: i
 
 
 class Retrying:
-    """A Store that tries again what may pass: get, list, delete and probe, when they raise Unavailable.
+    """A Store that tries again what may pass: all but put, when they raise Unavailable.
 
     Exponential backoff with full jitter. A put goes through untouched: only its caller can choose
     a fresh name.
@@ -84,13 +91,19 @@ class Retrying:
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         return self._again(lambda: self._store.get(key, start, end))
 
-    def list(self, prefix: str = "") -> Iterator[Object]:
+    def list(self, prefix: str = "", *, temporary: bool = False) -> Iterator[Object]:
         # Whole before the first is handed out: a listing that is tried again must not repeat itself.
-        return iter(self._again(lambda: [*self._store.list(prefix)]))
+        return iter(self._again(lambda: [*self._store.list(prefix, temporary=temporary)]))
+
+    def children(self, directory: str = "") -> Children:
+        return self._again(lambda: self._store.children(directory))
 
     def delete(self, keys: Iterable[str]) -> None:
         wanted = [*keys]
         self._again(lambda: self._store.delete(wanted))
+
+    def abort_uploads(self, older_than_seconds: float) -> int:
+        return self._again(lambda: self._store.abort_uploads(older_than_seconds))
 
     def probe(self) -> None:
         self._again(self._store.probe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -69,6 +70,7 @@ class S3Server:
         """The same as arguments of the command line: --store-option KEY=VALUE, repeated."""
         return [part for name, value in self.options.items() for part in ("--store-option", f"{name}={value}")]
 
+    @functools.cache  # noqa: B019 - a server lives as long as its tests, and a client takes longer to make than to use
     def client(self) -> Any:
         """boto3's own client: the witness that knows nothing of ckptd and fsspec."""
         return boto3.client(

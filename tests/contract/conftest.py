@@ -14,6 +14,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from ckptd.store import Store
 from ckptd.stores import open_store
+from gcs import GCSServer
 from s3 import S3Server
 
 
@@ -83,6 +84,25 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class GoogleBucket:
+    server: GCSServer
+    root: str
+
+    def keys(self) -> dict[str, int]:
+        lead = f"{self.root}/"
+        return {key.removeprefix(lead): nbytes for key, nbytes in self.server.keys(lead).items()}
+
+    def read(self, key: str) -> bytes:
+        return self.server.read(f"{self.root}/{key}")
+
+    def plant(self, key: str, data: bytes) -> None:
+        self.server.write(f"{self.root}/{key}", data)
+
+    def remove(self, key: str) -> None:
+        self.server.delete(f"{self.root}/{key}")
+
+
+@dataclass(frozen=True)
 class Bench:
     kind: str
     url: str
@@ -100,7 +120,13 @@ def s3_server() -> Iterator[S3Server]:
         yield server
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+@pytest.fixture(scope="session")
+def gcs_server() -> Iterator[GCSServer]:
+    with GCSServer() as server:
+        yield server
+
+
+@pytest.fixture(params=["local", "memory", "s3", "gcs"])
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     # Characters that mean something to fsspec's patterns, and some that are not ASCII.
     root = f"root [a-z]*?{{}} ünï {uuid.uuid4().hex[:8]}"
@@ -112,9 +138,12 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
         yield Bench("memory", f"memory://{root}", {}, Memory(f"/{root}"))
         for key in {**Memory(f"/{root}").keys()}:
             Memory(f"/{root}").remove(key)
-    else:
+    elif request.param == "s3":
         server: S3Server = request.getfixturevalue("s3_server")
         yield Bench("s3", server.url(root), server.options, Bucket(server, root))
+    else:
+        google: GCSServer = request.getfixturevalue("gcs_server")
+        yield Bench("gcs", google.url(root), google.options, GoogleBucket(google, root))
 
 
 @pytest.fixture

@@ -186,12 +186,58 @@ def test_list_leaves_out_temporary_names_of_ours_and_no_others(bench: Bench, sto
     assert {*listed(store)} == {"step-1/x.tmp", "step-1/.ckptd-1.tmp", "step-1/.hidden"}
 
 
+def test_temporary_names_are_listed_for_whoever_asks(bench: Bench, store: Store) -> None:
+    for key in ("step-1/.ckptd-0123456789abcdef.tmp", "step-1/a", ".ckptd-0123456789abcdef.tmp/.ckptd-fedcba9876543210.tmp"):
+        bench.witness.plant(key, b"1")
+    assert {found.key for found in store.list(temporary=True)} == {*bench.witness.keys()}
+    assert {found.key for found in store.list("step-1/.", temporary=True)} == {"step-1/.ckptd-0123456789abcdef.tmp"}
+    assert {*listed(store)} == {"step-1/a"}
+
+
+def children(store: Store, directory: str = "") -> tuple[dict[str, int], list[str]]:
+    objects, directories = store.children(directory)
+    return {found.key: found.nbytes for found in objects}, directories
+
+
+def test_children_are_what_is_directly_below(bench: Bench, store: Store) -> None:
+    for key in ("top", "run/step-1/.metadata", "run/step-1/.ckptd/x.manifest", "run/step-1/a", "run/step-10/a", "run/notes", "other/a"):
+        bench.witness.plant(key, key.encode())
+    assert children(store) == ({"top": 3}, ["other", "run"])
+    assert children(store, "run") == ({"run/notes": 9}, ["step-1", "step-10"])
+    assert children(store, "run/step-1") == ({"run/step-1/.metadata": 20, "run/step-1/a": 12}, [".ckptd"])
+    assert all(abs(found.modified - time.time()) < 24 * 3600 for found in store.children("run")[0])
+    for nothing in ("ru", "nothing", "run/nothing", "top", "run/notes", "top/a"):
+        assert children(store, nothing) == ({}, [])
+
+
+def test_children_see_what_others_write_and_delete_at_once_and_leave_out_temporary_names(bench: Bench, store: Store) -> None:
+    assert children(store) == ({}, [])
+    bench.witness.plant("run/step-1/.metadata", b"1")
+    bench.witness.plant("run/.ckptd-0123456789abcdef.tmp", b"1")
+    bench.witness.plant("run/.ckptd-fedcba9876543210.tmp/a", b"1")
+    assert children(store) == ({}, ["run"])
+    assert children(store, "run") == ({}, ["step-1"])
+    assert children(store, "run/step-1") == ({"run/step-1/.metadata": 1}, [])
+    bench.witness.remove("run/step-1/.metadata")
+    assert children(store, "run/step-1") == ({}, [])
+
+
+@pytest.mark.parametrize("name", ["[ab]*", "a?b", "ünï çødé 漢字", "100%", "a b+c=d", "~", "**", "#x"])
+def test_names_of_directories_are_taken_literally(bench: Bench, store: Store, name: str) -> None:
+    bench.witness.plant(f"{name}/{name}/{name}", b"1")
+    bench.witness.plant("axb/a/a", b"1")
+    bench.witness.plant("a/a/a", b"1")
+    assert children(store)[1] == sorted([name, "axb", "a"])
+    assert children(store, f"{name}/{name}") == ({f"{name}/{name}/{name}": 1}, [])
+
+
 def test_nothing_outside_the_root_is_listed(bench: Bench) -> None:
     bench.open().put("a", lambda: [b"1"])
     inner = inside(bench, "step")
     beside = inside(bench, "step-2")
     beside.put("b", lambda: [b"2"])
     inner.put("c", lambda: [b"3"])
+    assert children(inner) == ({"c": 1}, [])
     assert listed(inner) == {"c": 1}
     assert listed(beside) == {"b": 1}
 
@@ -241,6 +287,8 @@ def test_keys_that_lead_elsewhere_are_refused(bench: Bench, store: Store, key: s
 def test_prefixes_that_lead_elsewhere_are_refused(store: Store, prefix: str) -> None:
     with pytest.raises(InvalidRequest):
         list(store.list(prefix))
+    with pytest.raises(InvalidRequest):
+        store.children(prefix)
 
 
 def test_probe_says_nothing_and_leaves_nothing(bench: Bench, store: Store) -> None:

@@ -150,6 +150,9 @@ def test_an_unreadable_lost_and_found_in_the_root_holds_no_checkpoint(open_root:
     store.put("lost+found/step-2/.metadata", lambda: [b"1"])
     with unreadable(open_root / "lost+found"):
         assert [found.key for found in store.list()] == ["step-1/.metadata"]
+        assert store.children() == ([], ["step-1"])
+        with pytest.raises(StoreError, match=r"lost\+found"):
+            store.children("lost+found")
         with pytest.raises(StoreError, match=r"lost\+found"):
             list(store.list("lost+found/"))
     assert [found.key for found in store.list()] == ["lost+found/step-2/.metadata", "step-1/.metadata"]
@@ -165,12 +168,27 @@ def test_links_that_lead_back_to_themselves_are_nothing(tmp_path: Path) -> None:
     for prefix in ("", "run/", "run/step-1/"):
         assert [found.key for found in store.list(prefix)] == ["run/step-1/.metadata"]
     assert list(store.list("self/")) == []
+    assert store.children() == ([], ["run"])
+    assert store.children("run") == ([], ["step-1"])
+    assert store.children("self") == ([], [])
+
+
+def test_a_listing_looks_only_into_what_begins_as_it_was_asked(open_root: Path) -> None:
+    store = LocalStore(open_root)
+    store.put("run/step-1/.metadata", lambda: [b"1"])
+    store.put("run/step-2/.metadata", lambda: [b"1"])
+    with unreadable(open_root / "run" / "step-2"):  # whoever looks into it, fails
+        assert [found.key for found in store.list("run/step-1")] == ["run/step-1/.metadata"]
+        assert store.children("run") == ([], ["step-1", "step-2"])
+        with pytest.raises(StoreError, match="step-2"):
+            store.children("run/step-2")
 
 
 def test_a_root_that_does_not_exist_is_an_error_to_read_and_made_to_write(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "not" / "there"))
-    with pytest.raises(StoreError, match="does not exist"):
-        list(store.list())
+    for call in (lambda: list(store.list()), store.children, lambda: store.children("a")):
+        with pytest.raises(StoreError, match="does not exist"):
+            call()
     with pytest.raises(StoreError, match="does not exist"):
         store.get("a")
     store.probe()
@@ -214,7 +232,10 @@ def test_links_to_directories_are_followed_and_loops_end(tmp_path: Path) -> None
     (root / "run").symlink_to(disk)
     (disk / "again").symlink_to(root)
     (disk / "broken").symlink_to(tmp_path / "nowhere")
-    assert [found.key for found in LocalStore(root).list()] == ["run/step-1/.metadata"]
+    store = LocalStore(root)
+    assert [found.key for found in store.list()] == ["run/step-1/.metadata"]
+    assert store.children() == ([], ["run"])
+    assert store.children("run") == ([], ["step-1"])
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_nobody_at_the_endpoint_may_pass() -> None:
 
 
 def test_an_upload_to_a_server_that_says_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptd.fsspecstore._REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr("ckptd.s3._REQUEST_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0), backlog=100) as silent:
         options = {"endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}", "key": "1", "secret": "2", **AT_ONCE}
         with pytest.raises(Unavailable, match="cannot write"):

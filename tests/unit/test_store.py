@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.errors import CkptdError, InvalidRequest, NotFound, StoreError, Unavailable
-from ckptd.fsspecstore import part_nbytes
-from ckptd.store import Object, Source, is_temporary, temporary_name
+from ckptd.s3 import part_nbytes
+from ckptd.store import Children, Object, Source, is_temporary, temporary_name
 from ckptd.stores import Retrying, open_store
 
 MIB = 1024 * 1024
@@ -38,10 +38,18 @@ class Faulty:
         self._fail(f"get {key} {start} {end}")
         return b"data"
 
-    def list(self, prefix: str = "") -> Iterator[Object]:
+    def list(self, prefix: str = "", *, temporary: bool = False) -> Iterator[Object]:
         yield Object("a", 1, 0.0)
-        self._fail(f"list {prefix}")
+        self._fail(f"list {prefix} {temporary}")
         yield Object("b", 2, 0.0)
+
+    def children(self, directory: str = "") -> Children:
+        self._fail(f"children {directory}")
+        return [Object("a", 1, 0.0)], ["b"]
+
+    def abort_uploads(self, older_than_seconds: float) -> int:
+        self._fail(f"abort_uploads {older_than_seconds}")
+        return 3
 
     def delete(self, keys: Iterable[str]) -> None:
         self._fail(f"delete {sorted(keys)}")
@@ -52,13 +60,16 @@ class Faulty:
 
 CALLS: list[Callable[[Retrying], object]] = [
     lambda store: store.get("a", 1, 2),
-    lambda store: [*store.list("a")],
+    lambda store: [*store.list("a", temporary=True)],
+    lambda store: store.children("a"),
+    lambda store: store.abort_uploads(1.5),
     lambda store: store.delete(key for key in "ab"),
     lambda store: store.probe(),
 ]
+NAMES = ["get", "list", "children", "abort_uploads", "delete", "probe"]
 
 
-@pytest.mark.parametrize("call", CALLS, ids=["get", "list", "delete", "probe"])
+@pytest.mark.parametrize("call", CALLS, ids=NAMES)
 def test_what_may_pass_is_tried_again(call: Callable[[Retrying], object]) -> None:
     untroubled = call(Retrying(Faulty()))
     slept: list[float] = []
@@ -69,7 +80,7 @@ def test_what_may_pass_is_tried_again(call: Callable[[Retrying], object]) -> Non
     assert len(slept) == 3
 
 
-@pytest.mark.parametrize("call", CALLS, ids=["get", "list", "delete", "probe"])
+@pytest.mark.parametrize("call", CALLS, ids=NAMES)
 def test_what_does_not_pass_is_raised_in_the_end(call: Callable[[Retrying], object]) -> None:
     faulty = Faulty(*[Unavailable("503")] * 9)
     with pytest.raises(Unavailable, match="503"):
@@ -77,7 +88,7 @@ def test_what_does_not_pass_is_raised_in_the_end(call: Callable[[Retrying], obje
     assert len(faulty.calls) == 3
 
 
-@pytest.mark.parametrize("call", CALLS, ids=["get", "list", "delete", "probe"])
+@pytest.mark.parametrize("call", CALLS, ids=NAMES)
 @pytest.mark.parametrize("failure", [StoreError("denied"), NotFound("nothing")])
 def test_what_is_final_is_raised_at_once(call: Callable[[Retrying], object], failure: CkptdError) -> None:
     faulty = Faulty(failure)
