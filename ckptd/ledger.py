@@ -2,74 +2,49 @@
 
 Promises: what is listed was committed; `.metadata` is put last, after the files it leads to
 have been seen in the store; a store that cannot be read raises and is never taken for an
-empty one; an older attempt is not put over a newer one that is there. Committing the same
-attempt again is harmless. Reads no item table to list, runs no pickle, deletes nothing.
+empty one; an older attempt is not put over a newer one that is there; an attempt that was
+deleted is not committed again, and none counts as committed while a deletion of its id could
+still take its `.metadata` away. Committing the same attempt again is harmless. Reads no item
+table to list, runs no pickle, deletes nothing but a pin.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Final, TypeVar
+import time
+from collections.abc import Iterator, Sequence
 
-from ckptd import codec, manifest, metadata
+from ckptd import codec, manifest, metadata, tombstone
 from ckptd.errors import Corrupt, InvalidRequest, NotFound, Unavailable, WrongPhase
-from ckptd.model import METADATA_NAME, OWN_DIRECTORY, CheckpointId, data_key, manifest_key, metadata_key, mint_token
+from ckptd.model import OWN_DIRECTORY, CheckpointId, data_key, manifest_key, metadata_key, mint_token, pin_key
+from ckptd.scan import Entry, Scan, entry_of, marks_of, parallel, save_id, scan, step_of, tombstones
 from ckptd.store import Object, Store
+from ckptd.tombstone import COMMIT_SECONDS, DELETION_SECONDS
 from ckptd.v1.manifest_pb2 import Manifest, Summary
-
-#: `save_id` of a checkpoint is the name of its manifest: `<attempt>-<token>.manifest`.
-_SAVE_ID = re.compile(r"([0-9a-f]{24})-[0-9a-f]{16}\.manifest")
-_DATA_FILE = re.compile(r"__\d+_[0-9a-f]{16}\.distcp")
-_THREADS: Final = 8
-#: How often a `.metadata` that is replaced while it is read is looked at again.
-_LOOKS: Final = 5
-
-A = TypeVar("A")
-B = TypeVar("B")
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One durable checkpoint, as a listing and the tail of its `.metadata` tell it."""
-
-    id: CheckpointId
-    attempt: str | None
-    """None: written by stock DCP."""
-    save_id: str | None
-    """File name of the manifest; None: written by stock DCP."""
-    metadata: Object
-    modified: float
-    """When `.metadata` was written, in seconds since the epoch; 0.0 if the store does not say."""
-    stored_bytes: int
-    """Bytes of the files beside `.metadata`, those of no attempt included."""
-    damaged: bool = False
-    """`.metadata` is ours and cannot be read: `attempt` and `save_id` are those of the newest manifest beside it."""
-
-    @property
-    def accepted_us(self) -> int:
-        """When it was accepted, in microseconds since the epoch; for stock ones, when it was written."""
-        return int(self.modified * 1e6) if self.attempt is None else int(self.attempt[:16], 16)
 
 
 class Ledger:
-    """The durable checkpoints of one store. Keeps nothing: every call looks again. Blocking, thread-safe.
+    """The durable checkpoints of one store. Keeps nothing of them: every call looks again. Blocking, thread-safe.
 
     Every call may raise what the store raises: StoreError, Unavailable.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        #: Keys of tombstones whose deletion has ended in this process: they threaten nothing any more.
+        self.ended_deletions: set[str] = set()
+
+    def scan(self, run: str | None = None) -> Scan:
+        """All checkpoints (of one run), and what has not become one."""
+        return scan(self._store, run)
 
     def entries(self, run: str | None = None) -> list[Entry]:
         """All checkpoints (of one run), in ascending order of run, step (those without first), name."""
-        by_id = _group(self._store.list(f"{run}/" if run else ""))
-        wanted = [(id, files) for id, files in by_id.items() if run is None or id.run == run]
-        found = _parallel(self._entry, [(id, files) for id, files in wanted if METADATA_NAME in files])
-        return sorted((entry for entry in found if entry is not None), key=_order)
+        return self.scan(run).entries
+
+    def incomplete(self, run: str | None = None) -> list[tuple[CheckpointId, str]]:
+        """Ids (of one run) for which there are files of ours but no `.metadata`, and how far they got."""
+        return self.scan(run).incomplete
 
     def find(self, id: CheckpointId) -> Entry:
         """The checkpoint of that name. Raises NotFound."""
@@ -84,28 +59,20 @@ class Ledger:
         Stock ones do not say when: they count by step among themselves, and their newest takes part
         with the time of its `.metadata`.
         """
-        entries = self.entries(run)
-        newest = [
-            max(
-                (entry for entry in entries if entry.attempt is not None),
-                key=lambda entry: (entry.attempt or "", _step(entry.id)),
-                default=None,
-            ),
-            max((entry for entry in entries if entry.attempt is None), key=lambda entry: (_step(entry.id), entry.modified), default=None),
-        ]
-        candidates = [entry for entry in newest if entry is not None]
-        if not candidates:
-            named = f"the run {run!r} has no checkpoint" if run else "there is no checkpoint without a run"
-            raise NotFound(f"{named} in the store {self._store.url}")
-        return max(candidates, key=lambda entry: entry.accepted_us)
+        for entry in newest_first(self.entries(run)):
+            return entry
+        named = f"the run {run!r} has no checkpoint" if run else "there is no checkpoint without a run"
+        raise NotFound(f"{named} in the store {self._store.url}")
 
     def summary(self, entry: Entry) -> Summary:
         """What `list` shows. For a stock checkpoint: what the listing knows. Raises Corrupt."""
         if entry.save_id is None:
-            return Summary(id=str(entry.id), accepted_us=entry.accepted_us, stored_bytes=entry.stored_bytes)
+            return Summary(id=str(entry.id), accepted_us=entry.accepted_us, stored_bytes=self._stock_nbytes(entry))
         key = manifest_key(entry.id, entry.save_id)
         with _naming(key):
-            nbytes = self._manifest_nbytes(entry.id, key)
+            nbytes = entry.manifest_nbytes
+            if nbytes is None:
+                raise NotFound(key)
             head = self._store.get(key, 0, min(nbytes, manifest.HEAD_NBYTES))
             summary = manifest.read_summary(head)
             if isinstance(summary, int):
@@ -114,11 +81,23 @@ class Ledger:
                 summary = manifest.read_summary(self._store.get(key, 0, summary))
             if isinstance(summary, int):
                 raise Corrupt("it changed while it was read")
-        return _as_found(summary, entry)
+            return _as_found(summary, entry)
 
     def summaries(self, entries: Sequence[Entry]) -> list[Summary | Corrupt]:
         """`summary` of many, in their order and some at a time; damage of one does not hide the others."""
-        return _parallel(self._summary_or_damage, entries)
+        return parallel(self._summary_or_damage, entries)
+
+    def stock_damage(self, entry: Entry) -> str:
+        """Why the `.metadata` of a checkpoint that stock DCP wrote cannot be read; "" if it can. Ours tell it by their tail."""
+        if entry.save_id is not None:
+            return ""
+        try:
+            metadata.read(self._store.get(entry.metadata.key))
+        except Corrupt as exc:
+            return f"{entry.metadata.key} is damaged: {exc}"
+        except NotFound:  # deleted meanwhile: then it is looked at again before anything happens
+            return ""
+        return ""
 
     def manifest(self, entry: Entry) -> Manifest:
         """What the checkpoint consists of. Raises Corrupt; NotFound if stock DCP wrote it, which leaves none."""
@@ -138,25 +117,21 @@ class Ledger:
         key = metadata_key(entry.id)
         data = self._store.get(key)
         if len(data) != manifest.metadata_nbytes or codec.block_hash(data) != manifest.metadata_hash:
-            now = _save_id(data)
-            if now is not None and now != entry.save_id:
+            now = save_id(data)
+            if now is not None and now != entry.save_id and not entry.damaged:
                 raise NotFound(f"{entry.id} was saved again while it was read: resolve it again and retry")
             raise Corrupt(f"{key} is damaged: it does not match the checkpoint's manifest; load another checkpoint")
         return data[: manifest.metadata_head] + b"."
 
-    def incomplete(self, run: str | None = None) -> list[tuple[CheckpointId, str]]:
-        """Ids (of one run) for which there are files of ours but no `.metadata`, and how far they got."""
-        found = []
-        for id, files in sorted(_group(self._store.list(f"{run}/" if run else "")).items()):
-            if METADATA_NAME in files or (run is not None and id.run != run):
-                continue
-            manifests = sum(1 for name in files if _is_manifest(name))
-            data = sum(1 for name in files if _DATA_FILE.fullmatch(name))
-            if manifests:
-                found.append((id, "the files are there, .metadata is not: the commit did not finish, or it is being deleted"))
-            elif data:
-                found.append((id, f"{data} data file{'s' if data > 1 else ''} and no manifest: the upload did not finish"))
-        return found
+    def pin(self, id: CheckpointId) -> None:
+        """No policy deletes it from now on. Raises NotFound."""
+        self.find(id)
+        self._store.put(pin_key(id), lambda: [b""], nbytes_hint=0)
+
+    def unpin(self, id: CheckpointId) -> None:
+        """Policies may delete it; fine if it was not pinned. Raises NotFound."""
+        self.find(id)
+        self._store.delete([pin_key(id)])
 
     def commit(self, id: CheckpointId, contents: Manifest, client_pickle: bytes, *, only_new: bool = False) -> None:
         """Makes the attempt `contents.summary.attempt` the durable checkpoint of `id`.
@@ -165,47 +140,72 @@ class Ledger:
         `client_pickle`: Metadata without storage_data, protocol 2. Returns as well if that attempt is
         durable already. Raises WrongPhase if a newer attempt is; InvalidRequest if, with `only_new`, any other
         is; NotFound (missing) or Corrupt (wrong size) naming a data file that has to be uploaded again;
-        Unavailable if it may be tried again.
+        Unavailable if it may be tried again, also because a deletion of the id is under way.
         """
         attempt = contents.summary.attempt
         contents.summary.stored_bytes = sum(shard.nbytes for shard in contents.shards)
         if self._settled(id, attempt, only_new=only_new):
             return
         self._check_files(id, contents)
-        save_id = f"{attempt}-{mint_token()}.manifest"
+        name = f"{attempt}-{mint_token()}.manifest"
         spliced = metadata.splice(
             client_pickle,
             _placed(contents),
             descriptors=codec.parse(contents.summary.codec).descriptors,
             checkpoint_id=str(id),
-            save_id=save_id,
+            save_id=name,
         )
-        if _save_id(spliced) != save_id:
-            raise InvalidRequest(f"{id}: {save_id!r} names no manifest of the attempt {attempt!r}")
+        if save_id(spliced) != name:
+            raise InvalidRequest(f"{id}: {name!r} names no manifest of the attempt {attempt!r}")
         contents.metadata_head = len(client_pickle) - 1  # all but STOP
         contents.metadata_nbytes = len(spliced)
         contents.metadata_hash = codec.block_hash(spliced)
         encoded = manifest.encode(contents)
-        self._store.put(manifest_key(id, save_id), lambda: [encoded], nbytes_hint=len(encoded))
+        began = time.monotonic()
+        self._store.put(manifest_key(id, name), lambda: [encoded], nbytes_hint=len(encoded))
         if self._settled(id, attempt, only_new=only_new):  # as late as can be: another node may have committed meanwhile
             return
+        # With the manifest in place: a sweep that is about to delete a file has put a list that is seen here, or sees the manifest.
+        self._check_uncondemned(id, contents, name)
+        self._check_files(id, contents)
+        if time.monotonic() - began > COMMIT_SECONDS / 2:
+            raise Unavailable(f"{id}: the store {self._store.url} takes too long for a commit: commit it again")
         self._store.put(metadata_key(id), lambda: [spliced], nbytes_hint=len(spliced))
         if not self._settled(id, attempt):
-            raise Unavailable(f"{id}: the commit of attempt {attempt} was undone by another writer: commit it again")
+            raise Unavailable(
+                f"{id}: another writer undid the commit of attempt {attempt}, or a deletion of {id} may still undo it: commit it again"
+            )
+        self._check_files(id, contents)  # a sweep that did not know of the commit may have met it half-way
 
     def _settled(self, id: CheckpointId, attempt: str, *, only_new: bool = False) -> bool:
-        """Whether `attempt` is the durable one. Raises WrongPhase if a newer one is, InvalidRequest if none may be replaced."""
-        now = self._look(id)
+        """Whether `attempt` is the durable one, for good.
+
+        Raises WrongPhase if a newer one is, or if `attempt` was deleted; InvalidRequest if none may be replaced.
+        """
+        marks = marks_of(self._store, id)
+        now = entry_of(self._store, id, marks)
         if only_new and now is not None and now.attempt != attempt:
             raise InvalidRequest(f"{id} is durable already: save under another id, or with overwrite=True")
-        if now is None or now.attempt is None or now.attempt < attempt:
+        if now is None:
+            if any(of == attempt for _, of in self._deletions(tombstones(id, marks))):
+                raise WrongPhase(f"{id}: attempt {attempt} was durable and has been deleted")
+            return False
+        if now.attempt is None or now.attempt < attempt:
             return False
         if now.attempt > attempt:
             raise WrongPhase(f"{id}: attempt {attempt} is superseded by attempt {now.attempt}, which is durable")
-        return not now.damaged
+        unended = [found for found in tombstones(id, marks) if found.key not in self.ended_deletions]
+        threats = [since for since, of in self._deletions(unended) if of != attempt]
+        return not now.damaged and all(now.modified - since >= DELETION_SECONDS for since in threats)
+
+    def _deletions(self, found: Sequence[Object]) -> Iterator[tuple[float, str]]:
+        """When the deletions of these tombstones began, and which attempt each means ("" for a stock one)."""
+        for one in found:
+            with contextlib.suppress(NotFound, Corrupt):  # swept meanwhile; a damaged one deletes nothing
+                yield one.modified, tombstone.decode(self._store.get(one.key)).save_id[:24]
 
     def _check_files(self, id: CheckpointId, contents: Manifest) -> None:
-        there = {found.key: found.nbytes for found in self._store.list(f"{id}/")}
+        there = {found.key: found.nbytes for found in self._store.list(f"{id}/__")}
         for shard in contents.shards:
             if not shard.file:
                 continue
@@ -215,37 +215,34 @@ class Ledger:
             if there[key] != shard.nbytes:
                 raise Corrupt(f"{key} has {there[key]} bytes in the store, {shard.nbytes} were written: upload it again")
 
+    def _check_uncondemned(self, id: CheckpointId, contents: Manifest, manifest_name: str) -> None:
+        """Raises NotFound if a sweep is about to delete one of the files, Unavailable if it is the manifest.
+
+        To be asked before `_check_files`: a list of what is to go goes after what it names.
+        """
+        for listed in self._condemned(id):
+            if f"{OWN_DIRECTORY}/{manifest_name}" in listed:
+                raise Unavailable(f"{id}: {manifest_name} was taken for debris: commit it again")
+            for shard in contents.shards:
+                if shard.file in listed:
+                    raise NotFound(f"{data_key(id, shard.file)} of rank {shard.rank} is about to be swept: upload it again")
+
+    def _condemned(self, id: CheckpointId) -> Iterator[set[str]]:
+        """What each tombstone and list of debris of the id names."""
+        for found in self._store.list(f"{id}/{OWN_DIRECTORY}/"):
+            if tombstone.is_list(found.key.rpartition("/")[2]):
+                listed: set[str] = set()
+                with contextlib.suppress(NotFound, Corrupt):  # swept meanwhile; a damaged one deletes nothing
+                    listed.update(tombstone.decode(self._store.get(found.key)).files)
+                yield listed
+
     def _look(self, id: CheckpointId) -> Entry | None:
-        return self._entry((id, _group(self._store.list(f"{id}/")).get(id, {})))
+        return entry_of(self._store, id, marks_of(self._store, id))
 
-    def _entry(self, listed: tuple[CheckpointId, dict[str, Object]]) -> Entry | None:
-        """Reads the tail of a listed `.metadata`, and the whole if it is not clear who wrote it; None if it is not there (any more)."""
-        id, files = listed
-        for _ in range(_LOOKS):
-            if (found := files.get(METADATA_NAME)) is None:
-                return None
-            start = max(0, found.nbytes - metadata.TAIL_NBYTES)
-            try:
-                # To the end, wherever that is by now: a tail that ends too early would make ours a stock one.
-                tail = self._store.get(found.key, start)
-                newest = max((name.rpartition("/")[2] for name in files if _is_manifest(name)), default=None)
-                if newest is not None and _save_id(tail) is None:  # written over by stock, which is fine, or damaged
-                    start, tail = 0, self._store.get(found.key)
-            except NotFound:
-                return None
-            if len(tail) == found.nbytes - start:
-                damaged = newest is not None and _save_id(tail) is None and not _is_stock(tail)
-                save_id = newest if damaged else _save_id(tail)
-                beside = sum(there.nbytes for name, there in files.items() if name != METADATA_NAME)
-                return Entry(id, save_id[:24] if save_id else None, save_id, found, found.modified, beside, damaged)
-            files = _group(self._store.list(f"{id}/")).get(id, {})
-        raise Unavailable(f"{id} is being replaced all the time: try again")
-
-    def _manifest_nbytes(self, id: CheckpointId, key: str) -> int:
-        for found in self._store.list(key):
-            if found.key == key:
-                return found.nbytes
-        raise NotFound(key)
+    def _stock_nbytes(self, entry: Entry) -> int:
+        """Bytes of the files beside `.metadata`, whoever wrote them; what lies in directories of other checkpoints is not counted."""
+        beside, _ = self._store.children(str(entry.id))
+        return sum(found.nbytes for found in beside if found.key != entry.metadata.key)
 
     def _summary_or_damage(self, entry: Entry) -> Summary | Corrupt:
         if entry.damaged:
@@ -254,6 +251,15 @@ class Ledger:
             return self.summary(entry)
         except Corrupt as exc:
             return exc
+
+
+def newest_first(entries: Sequence[Entry]) -> Iterator[Entry]:
+    """Those of one run, the one that was accepted last first; each as `latest` would be without those before it."""
+    ours = sorted((entry for entry in entries if entry.attempt is not None), key=lambda entry: (entry.order, step_of(entry.id)))
+    stock = sorted((entry for entry in entries if entry.attempt is None), key=lambda entry: (step_of(entry.id), entry.modified))
+    while ours or stock:
+        is_ours = bool(ours) and (not stock or ours[-1].accepted_us >= stock[-1].accepted_us)
+        yield (ours if is_ours else stock).pop()
 
 
 @contextlib.contextmanager
@@ -265,50 +271,6 @@ def _naming(key: str) -> Iterator[None]:
         raise Corrupt(f"{key} is missing, although .metadata names it; load another checkpoint") from exc
     except Corrupt as exc:
         raise Corrupt(f"{key} is damaged: {exc}; load another checkpoint") from exc
-
-
-def _group(objects: Iterable[Object]) -> dict[CheckpointId, dict[str, Object]]:
-    """Objects by checkpoint, then by name relative to it. What has no valid id is left out."""
-    grouped: dict[str, dict[str, Object]] = {}
-    for found in objects:
-        directory, _, name = found.key.rpartition("/")
-        if directory.endswith(f"/{OWN_DIRECTORY}"):
-            directory, name = directory[: -len(OWN_DIRECTORY) - 1], f"{OWN_DIRECTORY}/{name}"
-        grouped.setdefault(directory, {})[name] = found
-    valid = {}
-    for directory, files in grouped.items():
-        try:
-            valid[CheckpointId.parse(directory)] = files
-        except InvalidRequest:
-            continue
-    return valid
-
-
-def _parallel(call: Callable[[A], B], arguments: Sequence[A]) -> list[B]:
-    """`call` of each, a few at a time, results in order. The first error is raised."""
-    if len(arguments) <= 1:
-        return [call(argument) for argument in arguments]
-    with ThreadPoolExecutor(min(_THREADS, len(arguments)), "ledger") as threads:
-        return list(threads.map(call, arguments))
-
-
-def _save_id(tail: bytes) -> str | None:
-    """The name of our manifest at the end of a `.metadata`; None if another wrote it."""
-    found = metadata.save_id(tail[-metadata.TAIL_NBYTES :])
-    return found if found is not None and _SAVE_ID.fullmatch(found) else None
-
-
-def _is_stock(data: bytes) -> bool:
-    """Whether a whole `.metadata` that names no manifest of ours can be read, and does not end as ours do."""
-    with contextlib.suppress(Corrupt):
-        metadata.read(data)
-        return metadata.save_id(data) is None
-    return False
-
-
-def _is_manifest(name: str) -> bool:
-    directory, _, file = name.partition("/")
-    return directory == OWN_DIRECTORY and _SAVE_ID.fullmatch(file) is not None
 
 
 def _as_found(summary: Summary, entry: Entry) -> Summary:
@@ -331,11 +293,3 @@ def _placed(contents: Manifest) -> Iterator[metadata.Placed]:
                 at=stored.offset,
                 nbytes=sum(stored.lengths),
             )
-
-
-def _step(id: CheckpointId) -> int:
-    return -1 if id.step is None else id.step
-
-
-def _order(entry: Entry) -> tuple[str, int, str]:
-    return (entry.id.run, _step(entry.id), entry.id.name)

@@ -102,6 +102,11 @@ def metadata_key(id: CheckpointId) -> str:
     return f"{id}/{METADATA_NAME}"
 
 
+def pin_key(id: CheckpointId) -> str:
+    """Key of the object whose presence keeps the checkpoint from every policy."""
+    return f"{id}/{OWN_DIRECTORY}/pin"
+
+
 def manifest_key(id: CheckpointId, save_id: str) -> str:
     """Key of the manifest that `save_id` names."""
     return f"{id}/{OWN_DIRECTORY}/{save_id}"

@@ -6,19 +6,20 @@ import itertools
 import os
 import pickle
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from ckptd import codec, metadata
+from ckptd import codec, metadata, tombstone
 from ckptd import manifest as manifests
 from ckptd.errors import Corrupt, InvalidRequest, NotFound, StoreError, Unavailable, WrongPhase
 from ckptd.ledger import Ledger, data_key, manifest_key, metadata_key
 from ckptd.localstore import LocalStore
 from ckptd.model import CheckpointId, mint_attempt, mint_token
 from ckptd.store import Object, Source, Store
-from ckptd.v1.manifest_pb2 import Form, Item, Manifest, Stored, StoredShard, Summary, Table
+from ckptd.v1.manifest_pb2 import Form, Item, Manifest, Stored, StoredShard, Summary, Table, Tombstone
 
 #: What a trainer's pickle of Metadata looks like from here: some pickle of protocol 2.
 PICKLE = pickle.dumps({"state_dict_metadata": {"weight": None}}, protocol=2)
@@ -375,6 +376,7 @@ class Recording:
         self._after = after
         self.puts: list[str] = []
         self.before_get: Callable[[str], None] = lambda _: None
+        self.after_put: Callable[[str], object] = lambda _: None
 
     @property
     def url(self) -> str:
@@ -386,6 +388,7 @@ class Recording:
         if fails and not self._after:
             raise Unavailable("told to fail")
         nbytes = self._store.put(key, source, nbytes_hint=nbytes_hint)
+        self.after_put(key)
         if fails:
             raise Unavailable("told to fail, but it is done")
         return nbytes
@@ -394,8 +397,14 @@ class Recording:
         self.before_get(key)
         return self._store.get(key, start, end)
 
-    def list(self, prefix: str = "") -> Iterator[Object]:
-        return self._store.list(prefix)
+    def list(self, prefix: str = "", *, temporary: bool = False) -> Iterator[Object]:
+        return self._store.list(prefix, temporary=temporary)
+
+    def children(self, directory: str = "") -> tuple[list[Object], list[str]]:
+        return self._store.children(directory)
+
+    def abort_uploads(self, older_than_seconds: float) -> int:
+        return self._store.abort_uploads(older_than_seconds)
 
     def delete(self, keys) -> None:
         raise AssertionError("a ledger deletes nothing")
@@ -540,3 +549,63 @@ def test_a_checkpoint_that_is_deleted_while_it_is_listed_is_left_out(store: Stor
     recording = Recording(store)
     recording.before_get = lambda key: store.delete([key])
     assert Ledger(recording).entries() == []
+
+
+# --- deletions -----------------------------------------------------------------------------------------------------
+
+
+def bury(store: Store, root: Path, name: str, save_id: str, *, before: float) -> str:
+    """Puts the tombstone of a save, `before` seconds before now by the store's clock."""
+    key = f"{name}/.ckptd/{tombstone.name(int(time.time() * 1e6))}"
+    store.put(key, lambda: [tombstone.encode(Tombstone(id=name, save_id=save_id))])
+    then = time.time() - before
+    os.utime(root / key, (then, then))
+    return key
+
+
+@pytest.mark.parametrize("before", [0, 5, 60])
+def test_a_commit_does_not_count_while_a_deletion_of_the_id_may_still_undo_it(
+    root: Path, store: Store, ledger: Ledger, before: int
+) -> None:
+    id = CheckpointId.parse("step-1")
+    save(store, "step-1", 1)
+    old = ledger.find(id)
+    key = bury(store, root, "step-1", str(old.save_id), before=before)
+    manifest = contents(id, attempt_at(2))
+    upload(store, id, manifest)
+    if before < 10:
+        with pytest.raises(Unavailable, match="deletion"):
+            ledger.commit(id, manifest, PICKLE)
+        store.delete([metadata_key(id)])  # what the deletion may do
+        os.utime(root / key, (time.time() - 60,) * 2)
+    ledger.commit(id, manifest, PICKLE)
+    assert ledger.find(id).attempt == manifest.summary.attempt
+
+
+def test_a_deletion_that_has_ended_in_this_process_threatens_nothing(root: Path, store: Store, ledger: Ledger) -> None:
+    id = CheckpointId.parse("step-1")
+    ledger.ended_deletions.add(bury(store, root, "step-1", "", before=0))
+    manifest = contents(id, attempt_at(2))
+    upload(store, id, manifest)
+    ledger.commit(id, manifest, PICKLE)
+    assert ledger.find(id).attempt == manifest.summary.attempt
+
+
+def test_an_attempt_that_was_deleted_does_not_come_back(root: Path, store: Store, ledger: Ledger) -> None:
+    id = CheckpointId.parse("step-1")
+    manifest = save(store, "step-1", 1)
+    ledger.ended_deletions.add(bury(store, root, "step-1", str(ledger.find(id).save_id), before=0))
+    store.delete([metadata_key(id)])
+    with pytest.raises(WrongPhase, match="has been deleted"):
+        ledger.commit(id, manifest, PICKLE)
+    assert ledger.entries() == []
+
+
+def test_a_file_that_went_during_the_commit_is_noticed(store: Store) -> None:
+    id = CheckpointId.parse("step-1")
+    manifest = contents(id, attempt_at(1))
+    upload(store, id, manifest)
+    recording = Recording(store)
+    recording.after_put = lambda key: store.delete([data_key(id, manifest.shards[0].file)]) if key == metadata_key(id) else None
+    with pytest.raises(NotFound, match="upload it again"):
+        Ledger(recording).commit(id, manifest, PICKLE)
