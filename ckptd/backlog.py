@@ -23,6 +23,7 @@ from ckptd.attempt import Attempt, Effect
 from ckptd.catalog import Catalog
 from ckptd.flusher import Flusher, Stopped
 from ckptd.ledger import Ledger
+from ckptd.model import CheckpointId
 from ckptd.v1.daemon_pb2 import Checkpoint
 from ckptd.v1.manifest_pb2 import StoredShard
 
@@ -66,8 +67,14 @@ class Backlog:
         self.flusher = flusher
         self.threads = threads
         self.apply = apply
+        #: Told of every checkpoint that becomes durable.
+        self.became_durable: Callable[[CheckpointId], None] = lambda _: None
         #: Attempts of an earlier daemon: the store may have them already.
         self.recovered: set[str] = set()
+        #: Ids that are being deleted: their attempts wait.
+        self.held: set[CheckpointId] = set()
+        #: Nothing new begins while this is set: debris is being collected that could be what a flush has just put.
+        self.paused = False
         self._stops: dict[str, threading.Event] = {}
         self._retries: dict[str, Retry] = {}
         self._ended = False
@@ -80,12 +87,16 @@ class Backlog:
     def next(self) -> Attempt | None:
         """The oldest attempt whose turn has come: one that waits to be tried again holds up no other."""
         now = time.monotonic()
-        return None if self._ended else next((a for a in self.catalog.to_flush() if self._due(a) <= now), None)
+        return next((a for a in self._open() if self._due(a) <= now), None)
 
     def pause_seconds(self) -> float | None:
         """How long it takes until the next attempt is due; None if none is waiting."""
-        due = [] if self._ended else [self._due(attempt) for attempt in self.catalog.to_flush()]
+        due = [self._due(attempt) for attempt in self._open()]
         return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def flushing(self, checkpoint: CheckpointId | None = None) -> bool:
+        """Whether a flush (of that id) is running."""
+        return any(checkpoint is None or self.catalog.attempts[name].id == checkpoint for name in self._stops)
 
     def stop(self, name: str) -> None:
         """Tells the flush of an attempt to end soon; fine if there is none."""
@@ -135,6 +146,10 @@ class Backlog:
                 self._retries.pop(name, None)
             self.apply(self.catalog.unpin(name))
 
+    def _open(self) -> list[Attempt]:
+        """What may be flushed now."""
+        return [] if self._ended or self.paused else [a for a in self.catalog.to_flush() if a.id not in self.held]
+
     def _due(self, attempt: Attempt) -> float:
         retry = self._retries.get(attempt.name)
         return 0.0 if retry is None else retry.not_before
@@ -160,3 +175,5 @@ class Backlog:
                 log.warning("the record of %s stays as it is: %s", attempt.id, exc)
         log.info("durable %s: %d bytes stored of %d, %.2f s", attempt.id, stored_bytes, attempt.record.summary.raw_bytes, seconds)
         self.apply(effects)
+        if attempt.state == Checkpoint.DURABLE:
+            self.became_durable(attempt.id)

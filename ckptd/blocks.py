@@ -11,10 +11,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from ckptd import errors
+from ckptd import errors, manifest
 from ckptd.codec import Codec, block_hash
 from ckptd.store import Store
+from ckptd.v1.manifest_pb2 import StoredShard, Table
 
 #: Stored bytes per request to the store, at most; runs of blocks are read in one request.
 REQUEST_NBYTES = 16 * 1024 * 1024
@@ -42,9 +44,55 @@ class StoredBlock:
         return self.at, self.at + self.nbytes
 
 
-def runs(blocks: Sequence[StoredBlock]) -> list[list[StoredBlock]]:
+B = TypeVar("B", bound=StoredBlock)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShard:
+    """A shard of ckptd's own, in the store."""
+
+    shard: StoredShard
+    key: str
+    codec: Codec
+    block_nbytes: int
+
+    @property
+    def table(self) -> Table:
+        """Its item table."""
+        return self.shard.table
+
+    def find(self, items: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> list[StoredBlock]:
+        """The blocks under byte ranges of items (relative to each item's first raw byte), in file order."""
+        table = self.shard.table
+        found: dict[Key, StoredBlock] = {}
+        for number, start, end in zip(items, starts, ends, strict=True):
+            check_range(table, number, start, end)
+            if start == end:
+                continue
+            item, stored = table.items[number], self.shard.stored[number]
+            item_end = table.items[number + 1].at if number + 1 < len(table.items) else table.end
+            lead = item.raw_at - item.at
+            first, last = (lead + start) // self.block_nbytes, (lead + end - 1) // self.block_nbytes
+            offset = stored.offset + sum(stored.lengths[:first])
+            spans = manifest.block_spans(item.at, item_end, self.block_nbytes)
+            for block in range(first, last + 1):
+                at, stop = spans[block]
+                digest = stored.hashes[16 * block : 16 * block + 16]
+                length = stored.lengths[block]
+                found[number, block] = StoredBlock((number, block), item.at + at, stop - at, offset, length, digest)
+                offset += length
+        return sorted(found.values(), key=lambda block: block.offset)
+
+
+def check_range(table: Table, number: int, start: int, end: int) -> None:
+    """Raises InvalidRequest unless these are bytes of that item."""
+    if number >= len(table.items) or not 0 <= start <= end <= table.items[number].nbytes:
+        raise errors.InvalidRequest(f"bytes {start} to {end} of item {number} are not in the shard")
+
+
+def runs(blocks: Sequence[B]) -> list[list[B]]:
     """Groups blocks (in file order) that are worth one request."""
-    grouped: list[list[StoredBlock]] = []
+    grouped: list[list[B]] = []
     for block in blocks:
         if grouped:
             run = grouped[-1]
@@ -77,16 +125,26 @@ def read_run(store: Store, key: str, codec: Codec, path: Path, run: Sequence[Sto
     return total
 
 
-def write_block(fd: int, codec: Codec, stored: memoryview, block: StoredBlock, key: str) -> None:
-    """Verifies one block and puts it in its place."""
-    where = f"{key}: block {block.key[1]} of item {block.key[0]} (bytes {block.offset} to {block.offset + block.length})"
+def named(block: StoredBlock, key: str) -> str:
+    """The block of the object `key`, for people."""
+    return f"{key}: block {block.key[1]} of item {block.key[0]} (bytes {block.offset} to {block.offset + block.length})"
+
+
+def plain_block(codec: Codec, stored: memoryview, block: StoredBlock, key: str) -> bytes:
+    """The block's uncompressed bytes. Raises Corrupt that names it if they are not those that were stored."""
+    where = named(block, key)
     try:
         plain = codec.decode(stored, block.nbytes)
     except errors.Corrupt as exc:
         raise errors.Corrupt(f"{where} is damaged: {exc}; load another checkpoint") from exc
     if len(plain) != block.nbytes or block_hash(plain) != block.digest:
         raise errors.Corrupt(f"{where} is damaged: its checksum does not match; load another checkpoint")
-    view = memoryview(plain)
+    return plain
+
+
+def write_block(fd: int, codec: Codec, stored: memoryview, block: StoredBlock, key: str) -> None:
+    """Verifies one block and puts it in its place."""
+    view = memoryview(plain_block(codec, stored, block, key))
     written = 0
     while written < len(view):
         written += os.pwrite(fd, view[written:], block.at + written)

@@ -62,7 +62,7 @@ class Catalog:
         """The rank starts this id again: what it, or a process that is gone, sealed for it and nobody bound is dropped."""
         stale = [
             shard.token
-            for shard in self._unbound(checkpoint)
+            for shard in self.unbound(checkpoint)
             if shard.rank == rank and shard.receipt is not None and (shard.owner == owner or not self.leases[shard.owner])
         ]
         return [self._drop_shard(token) for token in stale]
@@ -108,7 +108,7 @@ class Catalog:
         """
         effects: list[Effect] = []
         for checkpoint in {shard.id for shard in self.shards.values() if self.holder(shard.token) is None}:
-            unbound = self._unbound(checkpoint)
+            unbound = self.unbound(checkpoint)
             if self.waiting[checkpoint] or any(shard.receipt is None and self.leases[shard.owner] > 0 for shard in unbound):
                 for shard in unbound:
                     shard.sealed_at = now
@@ -220,13 +220,14 @@ class Catalog:
     def failed(self, name: str, reason: str) -> None:
         """The attempt cannot become durable. Its bytes stay until their memory is needed."""
         attempt = self.attempts[name]
-        attempt.state = Checkpoint.FAILED
-        attempt.reason = reason
-        self._trouble(name, f"checkpoint {attempt.id} could not be made durable: {reason}")
+        if not attempt.ended:  # superseded, deleted or lost while it was tried: that stays the last word
+            attempt.state, attempt.reason = Checkpoint.FAILED, reason
+            self.trouble(name, f"checkpoint {attempt.id} could not be made durable: {reason}")
 
     def delayed(self, name: str, reason: str) -> None:
-        """The attempt is not durable yet; it is tried again."""
-        self._trouble(name, f"checkpoint {self.attempts[name].id} is not durable yet, {reason}")
+        """The attempt is not durable yet; it is tried again, unless it has ended."""
+        if not self.attempts[name].ended:
+            self.trouble(name, f"checkpoint {self.attempts[name].id} is not durable yet, {reason}")
 
     @property
     def warning(self) -> str:
@@ -236,6 +237,14 @@ class Catalog:
     def aborted(self, name: str, reason: str) -> list[Effect]:
         attempt = self.attempts[name]
         return [] if attempt.state == Checkpoint.ABORTED else self._end(attempt, Checkpoint.ABORTED, reason)
+
+    def deleted(self, checkpoint: CheckpointId, *, durable_only: bool) -> list[Effect]:
+        """The checkpoint was deleted: its copies in memory go, too. `durable_only`: not those that are still on their way."""
+        effects: list[Effect] = []
+        for attempt in [a for a in self.attempts.values() if a.id == checkpoint and a.state != Checkpoint.ABORTED]:
+            if attempt.state == Checkpoint.DURABLE or not durable_only:
+                effects += self._end(attempt, Checkpoint.ABORTED, "it was deleted")
+        return effects
 
     # -- memory -----------------------------------------------------------------------------
 
@@ -296,7 +305,8 @@ class Catalog:
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _unbound(self, checkpoint: CheckpointId) -> list[Shard]:
+    def unbound(self, checkpoint: CheckpointId) -> list[Shard]:
+        """Shards of a save of that id that has not been committed."""
         return [s for s in self.shards.values() if s.id == checkpoint and self.holder(s.token) is None]
 
     def _remove(self, name: str) -> None:
@@ -326,7 +336,8 @@ class Catalog:
             self._remove(name)
         return effects
 
-    def _trouble(self, name: str, text: str) -> None:
+    def trouble(self, name: str, text: str) -> None:
+        """Something went wrong in the background: the next save hears of it."""
         self.troubles.pop(name, None)
         self.troubles[name] = text
         for oldest in list(self.troubles)[:-REMEMBERED]:

@@ -116,6 +116,8 @@ class Zstd:
             # With this size in the header, zstd writes into one buffer of that size and needs no window of its own.
             if frame.content_size != nbytes:
                 raise Corrupt(f"a stored block claims {frame.content_size} bytes of content instead of {nbytes}")
+            if _ignored_bits(stored):
+                raise Corrupt("a stored block's zstd frame has bits in its header that nothing here writes")
             if not frame.has_checksum or frame.dict_id:
                 raise Corrupt("a stored block's zstd frame has no checksum or needs a dictionary: nothing here wrote it")
             block = _decompressor().decompress(stored, max_output_size=nbytes, read_across_frames=False, allow_extra_data=False)
@@ -124,6 +126,13 @@ class Zstd:
         if len(block) != nbytes:
             raise Corrupt(f"a stored block has {len(block)} bytes of content instead of {nbytes}")
         return block
+
+
+def _ignored_bits(frame: Buffer) -> bool:
+    """Whether a frame's header has a bit set that decoders ignore, or may: a flip there would pass unseen (RFC 8878, 3.1.1.1)."""
+    descriptor, window = memoryview(frame)[4:6]
+    has_window = not descriptor & 0x20
+    return bool(descriptor & 0x10 or (has_window and window & 0x07))
 
 
 def _compressor(level: int) -> zstandard.ZstdCompressor:

@@ -24,6 +24,8 @@ from ckptd.errors import InvalidRequest
 #: A Unix socket's path has at most this many bytes (sun_path without its NUL).
 SOCKET_PATH_NBYTES: Final = 107
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+DELETE_GRACE_SECONDS: Final = 3600.0
+ORPHAN_AGE_SECONDS: Final = 86400.0
 
 _SIZE = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,9})?)\s*([a-z]*)")
 _UNITS = {"": 1, "b": 1} | {
@@ -55,6 +57,16 @@ class Settings:
     open_timeout_seconds: float = 60.0
     #: How long an orderly end may take to flush what is accepted.
     grace_seconds: float = 10.0
+    #: Of each run: this many checkpoints, those accepted last, stay; None: no such rule.
+    keep_last: int | None = None
+    #: Of each run: those whose step is a multiple of this stay; None: no such rule.
+    keep_every: int | None = None
+    #: Of each run: those accepted so recently stay; None: no such rule. Without any rule nothing is deleted.
+    keep_within_seconds: float | None = None
+    #: Files of a deleted checkpoint stay so long: a load may be reading them.
+    delete_grace_seconds: float = DELETE_GRACE_SECONDS
+    #: Files that belong to no checkpoint stay so long: an upload may be on its way.
+    orphan_age_seconds: float = ORPHAN_AGE_SECONDS
     #: One of LOG_LEVELS.
     log_level: str = "info"
 
@@ -129,10 +141,11 @@ def parse_store_options(pairs: Sequence[str]) -> dict[str, str]:
     return options
 
 
-def load(flags: Mapping[str, str | Sequence[str] | None], environ: Mapping[str, str]) -> Settings:
+def load(flags: Mapping[str, str | Sequence[str] | None], environ: Mapping[str, str], *, storeless: bool = False) -> Settings:
     """Merges all sources into Settings; the first source that has an option decides it as a whole.
 
     `flags` maps an option's name (and ``config``, the TOML file) to what the command line gave, None where it gave nothing.
+    `storeless`: where no store is given, `store` is "", which is an error otherwise.
     """
     config = flags.get("config") or environ.get("CKPTD_CONFIG")
     filed = _read_file(Path(str(config))) if config else {}
@@ -152,6 +165,8 @@ def load(flags: Mapping[str, str | Sequence[str] | None], environ: Mapping[str, 
             values[option.target] = option.parse(texts) if option.repeated else option.parse(texts[-1])
         except InvalidRequest as error:
             raise InvalidRequest(f"{source}: {error}") from None
+    if storeless:
+        values.setdefault("store", "")
     if "store" not in values:
         raise InvalidRequest(
             "no store given: --store URL, CKPTD_STORE, or store in the --config file says where checkpoints become durable"
@@ -206,6 +221,13 @@ def _parse_positive(text: str) -> float:
     return seconds
 
 
+def parse_count(text: str) -> int:
+    """Reads a number of at least 1."""
+    if not re.fullmatch(r"[0-9]{1,9}", text.strip()) or int(text) < 1:
+        raise InvalidRequest(f"{_shown(text)} is not a number of at least 1")
+    return int(text)
+
+
 def _parse_codec(text: str) -> str:
     if text != "none" and not (re.fullmatch(r"zstd:[0-9]{1,2}", text) and 1 <= int(text.removeprefix("zstd:")) <= 22):
         raise InvalidRequest(f"{_shown(text)} is not a codec: give none, or zstd:LEVEL with a level from 1 to 22")
@@ -229,6 +251,11 @@ OPTIONS: Final[tuple[Option, ...]] = (
     Option("codec", "codec", _parse_codec, "CODEC", "zstd:LEVEL or none (zstd:1)"),
     Option("open-timeout", "open_timeout_seconds", _parse_positive, "D", "drop the shards of an unfinished save after this time (60s)"),
     Option("grace", "grace_seconds", parse_duration, "D", "how long an orderly end may flush (10s)"),
+    Option("keep-last", "keep_last", parse_count, "N", "of each run, keep the N checkpoints accepted last; delete what no rule keeps"),
+    Option("keep-every", "keep_every", parse_count, "K", "of each run, keep those whose step is a multiple of K"),
+    Option("keep-within", "keep_within_seconds", _parse_positive, "AGE", "of each run, keep those accepted within this time, such as 2d"),
+    Option("delete-grace", "delete_grace_seconds", parse_duration, "D", "files of a deleted checkpoint go after this time (1h)"),
+    Option("orphan-age", "orphan_age_seconds", parse_duration, "D", "files of uploads that were cut off go after this time (24h)"),
     Option("log-level", "log_level", _parse_log_level, "LEVEL", f"{', '.join(LOG_LEVELS)} (info)"),
 )
 

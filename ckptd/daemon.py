@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import functools
 import logging
 import os
 import signal
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -26,15 +28,21 @@ import grpc
 from ckptd import __version__, errors
 from ckptd.codec import parse
 from ckptd.config import Settings
+from ckptd.fallback import Fallback
 from ckptd.fetcher import Fetcher
 from ckptd.flusher import Flusher
 from ckptd.ledger import Ledger
 from ckptd.node import Node
 from ckptd.restore import Restore
+from ckptd.retention import Policy
 from ckptd.service import ErrorInterceptor, Service
+from ckptd.store import Store
 from ckptd.stores import open_store
+from ckptd.sweeper import Sweeper
+from ckptd.upkeep import Upkeep
 from ckptd.v1 import daemon_pb2 as pb
 from ckptd.v1.daemon_pb2_grpc import add_DaemonServicer_to_server
+from ckptd.verifier import Verifier
 
 log = logging.getLogger(__name__)
 #: Niceness of the threads that compress: training goes first.
@@ -68,50 +76,87 @@ def serve(settings: Settings) -> int:
     return status
 
 
-async def run(settings: Settings) -> int:
-    """The daemon inside its loop."""
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """What a daemon consists of."""
+
+    node: Node
+    restore: Restore
+    upkeep: Upkeep
+    service: Service
+    pools: tuple[ThreadPoolExecutor, ...]
+
+
+def put_together(settings: Settings, store: Store) -> Rooms:
+    """Makes the rooms; nothing runs yet. Raises what is wrong with the shm-dir."""
     compute = ThreadPoolExecutor(os.cpu_count() or 1, "flush", initializer=be_nice)
     uploads = ThreadPoolExecutor(4, "upload", initializer=be_nice)
     threads = ThreadPoolExecutor(16, "store")
     memory_threads = ThreadPoolExecutor(4, "memory")
     flush_threads = ThreadPoolExecutor(1, "backlog")
-    pools = (compute, uploads, threads, memory_threads, flush_threads)
-    store = open_store(settings.store, settings.store_options)
-    await probe(loop, store.probe, ended)
+    verify_threads = ThreadPoolExecutor(1, "verify", initializer=be_nice)
+    fallback_threads = ThreadPoolExecutor(2, "fallback")
     codec = parse(settings.codec)
     ledger = Ledger(store)
-    flusher = Flusher(store, ledger, codec, compute, uploads)
     node = Node(
         shm_dir=settings.shm_dir,
         memory=settings.memory,
         codec=codec.name,
         open_timeout_seconds=settings.open_timeout_seconds,
         ledger=ledger,
-        flusher=flusher,
+        flusher=Flusher(store, ledger, codec, compute, uploads),
         threads=threads,
         memory_threads=memory_threads,
         flush_threads=flush_threads,
     )
-    fetcher = Fetcher(store, node.arena, threads)
-    restore = Restore(node, ledger, fetcher, threads)
-    started = time.monotonic()
-    service = Service(node, restore, store=store.url, status=lambda: describe(settings, node, restore, store.url, started))
+    restore = Restore(node, ledger, Fetcher(store, node.arena, threads), threads)
+    upkeep = Upkeep(
+        node,
+        restore,
+        ledger,
+        Sweeper(store, ledger),
+        threads,
+        policy=Policy(settings.keep_last, settings.keep_every, settings.keep_within_seconds),
+        delete_grace_seconds=settings.delete_grace_seconds,
+        orphan_age_seconds=settings.orphan_age_seconds,
+    )
+    service = Service(
+        node,
+        restore,
+        Fallback(node, restore, ledger, store, fallback_threads),
+        Verifier(node, ledger, store, verify_threads),
+        upkeep,
+        store=store.url,
+        status=functools.partial(describe, settings, node, restore, store.url, time.monotonic()),
+    )
+    pools = (compute, uploads, threads, memory_threads, flush_threads, verify_threads, fallback_threads)
+    return Rooms(node, restore, upkeep, service, pools)
+
+
+async def run(settings: Settings) -> int:
+    """The daemon inside its loop."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    store = open_store(settings.store, settings.store_options)
+    await probe(loop, store.probe, ended)
+    rooms = put_together(settings, store)
+    node = rooms.node
     node.recover()
     server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=OPTIONS)
-    add_DaemonServicer_to_server(service, server)
+    add_DaemonServicer_to_server(rooms.service, server)
     for address in settings.listen:
         listen(server, address)
     await server.start()
     print("ready", settings.listen[0], store.url, flush=True)
     log.info("ckptd %s, node %s, store %s, memory %d bytes in %s", __version__, node.name, store.url, node.arena.budget, settings.shm_dir)
-    flushing = asyncio.create_task(node.flush_forever(), name="flush")
-    ticking = asyncio.create_task(tick(node), name="tick")
+    background = (
+        asyncio.create_task(node.flush_forever(), name="flush"),
+        asyncio.create_task(tick(node), name="tick"),
+        asyncio.create_task(rooms.upkeep.forever(), name="upkeep"),
+    )
     ending = asyncio.create_task(ended.wait(), name="signal")
-    background = (flushing, ticking)
     try:
         await asyncio.wait((*background, ending), return_when=asyncio.FIRST_COMPLETED)
         for task in background:
@@ -124,11 +169,11 @@ async def run(settings: Settings) -> int:
     finally:
         for ended_task in (*background, ending):
             ended_task.cancel()
-        service.ending.set()
+        rooms.service.ending.set()
         await server.stop(STOP_SECONDS)
-        restore.close()
+        rooms.restore.close()
         node.close()
-        for pool in pools:
+        for pool in rooms.pools:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -218,4 +263,5 @@ def describe(settings: Settings, node: Node, restore: Restore, store: str, start
         warning=node.catalog.warning,
         pid=os.getpid(),
         shm_dir=str(settings.shm_dir),
+        draining=node.drained or node.draining,
     )

@@ -1,7 +1,8 @@
 """Store -> memory: makes the blocks that readers ask for present, once for all of them.
 
 A shard that is not in memory gets a sparse segment, laid out like the sealed one; blocks
-are fetched, decoded, checked against their hash and written where they belong. Promises:
+are fetched, decoded, checked against their hash and written where they belong. Of a stock
+checkpoint an item is one block, and checked as far as its format allows. Promises:
 one fetch per block however many readers ask (single-flight), only verified bytes are ever
 in a segment under a `present` answer, memory is reserved before it is touched, and a
 block that somebody reads is not given up. Never reads more of a file than blocks need.
@@ -11,62 +12,44 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
 
-from ckptd import errors, manifest
+from ckptd import errors
 from ckptd.arena import Arena
-from ckptd.blocks import Key, StoredBlock, allocated, pages_nbytes, punch, read_run, runs
-from ckptd.codec import Codec, parse
+from ckptd.blocks import REQUEST_NBYTES, BlockShard, Key, StoredBlock, allocated, pages_nbytes, punch, read_run, runs
+from ckptd.codec import parse
+from ckptd.items import Got, ItemShard, StoredItem, check_placed, damaged
 from ckptd.model import CheckpointId, data_key
 from ckptd.segment import Segment
+from ckptd.stock import Stock
 from ckptd.store import Store
-from ckptd.v1.manifest_pb2 import Manifest, StoredShard
+from ckptd.v1.manifest_pb2 import Manifest
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Cached:
     """The sparse segment of one stored shard, and which of its blocks are there or on their way."""
 
-    shard: StoredShard
-    object_key: str
-    codec: Codec
-    block_nbytes: int
+    shard: BlockShard | ItemShard
     segment: Segment
     fetching: int = 0
     waiting: int = 0
     blocks: dict[Key, asyncio.Future[None]] = field(default_factory=dict)
     places: dict[Key, StoredBlock] = field(default_factory=dict)
     pins: Counter[Key] = field(default_factory=Counter)
+    #: Of items: how many bytes each really has, by its number.
+    lengths: dict[int, int] = field(default_factory=dict)
 
     @property
     def busy(self) -> bool:
         """Somebody needs the segment as it is: it cannot be evicted whole."""
         return bool(self.pins or self.fetching or self.waiting)
-
-    def find(self, items: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> list[StoredBlock]:
-        """The blocks under byte ranges of items (relative to each item's first raw byte), in file order."""
-        table = self.shard.table
-        found: dict[Key, StoredBlock] = {}
-        for number, start, end in zip(items, starts, ends, strict=True):
-            if number >= len(table.items) or not 0 <= start <= end <= table.items[number].nbytes:
-                raise errors.InvalidRequest(f"bytes {start} to {end} of item {number} are not in the shard")
-            if start == end:
-                continue
-            item, stored = table.items[number], self.shard.stored[number]
-            item_end = table.items[number + 1].at if number + 1 < len(table.items) else table.end
-            lead = item.raw_at - item.at
-            first, last = (lead + start) // self.block_nbytes, (lead + end - 1) // self.block_nbytes
-            offset = stored.offset + sum(stored.lengths[:first])
-            spans = manifest.block_spans(item.at, item_end, self.block_nbytes)
-            for block in range(first, last + 1):
-                at, stop = spans[block]
-                digest = stored.hashes[16 * block : 16 * block + 16]
-                length = stored.lengths[block]
-                found[number, block] = StoredBlock((number, block), item.at + at, stop - at, offset, length, digest)
-                offset += length
-        return sorted(found.values(), key=lambda block: block.offset)
 
 
 class Fetcher:
@@ -89,12 +72,12 @@ class Fetcher:
             if cached.segment.token == token:
                 del self.cached[key]
 
-    def find(self, contents: Manifest, shard: int, items: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> Blocks:
+    def find(self, contents: Manifest | Stock, shard: int, items: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> Blocks:
         """The blocks of one shard of a durable checkpoint under byte ranges of its items."""
         cached = self._open(contents, shard)
-        return Blocks(cached, cached.find(items, starts, ends))
+        return Blocks(cached, list(cached.shard.find(items, starts, ends)))
 
-    async def present(self, contents: Manifest, shard: int, wanted: Sequence[StoredBlock], deadline: float | None) -> Blocks:
+    async def present(self, contents: Manifest | Stock, shard: int, wanted: Sequence[StoredBlock], deadline: float | None) -> Blocks:
         """Returns when all the blocks are there; they are pinned then, and the caller unpins them with `release`.
 
         Nothing is pinned, and no block is on its way, while memory is waited for: whoever holds something
@@ -138,21 +121,15 @@ class Fetcher:
         finally:
             cached.waiting -= 1
 
-    def _open(self, contents: Manifest, shard: int) -> Cached:
-        key = (contents.summary.attempt, shard)
+    def _open(self, contents: Manifest | Stock, shard: int) -> Cached:
+        key = (contents.identity if isinstance(contents, Stock) else contents.summary.attempt, shard)
         cached = self.cached.pop(key, None)
         if cached is not None and not cached.segment.path.exists() and not cached.busy:
             self.arena.drop(cached.segment.token)  # somebody removed the file
             cached = None
         if cached is None:
-            stored = contents.shards[shard]
-            cached = Cached(
-                shard=stored,
-                object_key=data_key(CheckpointId.parse(contents.summary.id), stored.file),
-                codec=parse(contents.summary.codec),
-                block_nbytes=contents.block_nbytes,
-                segment=self.arena.create_cache(stored.table.end),
-            )
+            stored = shard_of(contents, shard)
+            cached = Cached(stored, self.arena.create_cache(stored.table.end))
         self.cached[key] = cached  # the last one is the most recently used
         return cached
 
@@ -198,16 +175,42 @@ class Fetcher:
         self._make_way()
 
     async def _read(self, cached: Cached, blocks: Sequence[StoredBlock]) -> None:
-        loop = asyncio.get_running_loop()
-        reads = [
-            loop.run_in_executor(self.threads, read_run, self.store, cached.object_key, cached.codec, cached.segment.path, run)
-            for run in runs(blocks)
-        ]
-        # All of them end before the reservation does, also if one fails.
-        for result in await asyncio.gather(*reads, return_exceptions=True):
+        path, shard = cached.segment.path, cached.shard
+        if isinstance(shard, BlockShard):
+            await self._all(self._run(read_run, self.store, shard.key, shard.codec, path, run) for run in runs(blocks))
+            return
+        items = [block for block in blocks if isinstance(block, StoredItem)]
+        small = [self._run(shard.read, self.store, path, run) for run in runs([item for item in items if not item.is_large])]
+        large = [self._read_large(shard, path, item) for item in items if item.is_large]
+        for got in await self._all([*small, *large]):
+            cached.lengths.update(got.lengths)
+
+    async def _read_large(self, shard: ItemShard, path: Path, item: StoredItem) -> Got:
+        """An item that one thread alone would take too long for. Bad bytes are read twice."""
+        parts = [(start, min(start + REQUEST_NBYTES, item.length)) for start in range(0, item.length, REQUEST_NBYTES)]
+        for last_try in (False, True):
+            try:
+                await self._all(self._run(shard.read_part, self.store, path, item, start, end) for start, end in parts)
+                await self._run(check_placed, path, item)
+                break
+            except errors.Corrupt as exc:
+                if last_try:
+                    raise damaged(item.name, exc) from exc
+        return Got(0, {item.key[0]: item.length})
+
+    async def _all(self, reads: Iterable[Awaitable[T]]) -> list[T]:
+        """Their results. All of them end before the reservation does, also if one fails."""
+        results = await asyncio.gather(*reads, return_exceptions=True)
+        found: list[T] = []
+        for result in results:
             if isinstance(result, BaseException):
                 raise result
-            self.bytes_from_store += result
+            self.bytes_from_store += result.nbytes if isinstance(result, Got) else result if isinstance(result, int) else 0
+            found.append(result)
+        return found
+
+    def _run(self, call: Callable[..., T], *arguments: object) -> Awaitable[T]:
+        return asyncio.get_running_loop().run_in_executor(self.threads, call, *arguments)
 
     def _make_way(self) -> None:
         """If somebody waits for memory by now."""
@@ -246,3 +249,12 @@ class Blocks:
 
     cached: Cached
     blocks: list[StoredBlock]
+
+
+def shard_of(contents: Manifest | Stock, number: int) -> BlockShard | ItemShard:
+    """One shard of what is in the store."""
+    if isinstance(contents, Stock):
+        return contents.shards[number]
+    stored = contents.shards[number]
+    key = data_key(CheckpointId.parse(contents.summary.id), stored.file)
+    return BlockShard(stored, key, parse(contents.summary.codec), contents.block_nbytes)

@@ -18,17 +18,19 @@ from pathlib import Path
 
 from ckptd import errors
 from ckptd.arena import Arena
-from ckptd.attempt import Attempt, Drop, Effect, Forget, StopFlush, bound, checkpoint_of, read_record, refuse_older
+from ckptd.attempt import Attempt, Drop, Effect, Forget, StopFlush, checkpoint_of, refuse_older
 from ckptd.backlog import Backlog
 from ckptd.catalog import Catalog
 from ckptd.flusher import Flusher
-from ckptd.ledger import Entry, Ledger
+from ckptd.ledger import Ledger
 from ckptd.model import CheckpointId, mint_token
+from ckptd.recovery import left_behind
+from ckptd.scan import Entry
 from ckptd.segment import Segment, is_mapped
 from ckptd.shmdir import node_name
 from ckptd.table import parse_table, read_range
 from ckptd.v1.daemon_pb2 import Checkpoint, CommitRequest
-from ckptd.v1.manifest_pb2 import Receipt, Record
+from ckptd.v1.manifest_pb2 import Receipt
 
 log = logging.getLogger(__name__)
 #: A segment that nobody maps so long after it was given out has no writer any more.
@@ -60,7 +62,10 @@ class Node:
         self.ledger = ledger
         self.threads = threads
         self.memory_threads = memory_threads
+        #: The daemon ends: no new saves, no commits.
         self.draining = False
+        #: `ckptd drain`: no new saves; those that have begun may end.
+        self.drained = False
         #: Other rooms' segments that may be lost, and who must be told: (victims, evicted).
         self.caches: list[tuple[Callable[[], Iterable[str]], Callable[[str], None]]] = []
         #: Frees what a room keeps and nobody reads, when somebody waits for memory.
@@ -73,33 +78,13 @@ class Node:
 
     def recover(self) -> None:
         """Takes over what an earlier daemon had accepted; unlinks everything else."""
-        records: list[tuple[Record, bool]] = []
-        keep: dict[str, int] = {}
-        for attempt, state, data in self.arena.records():
-            record = read_record(attempt, data)
-            if record is None:
-                log.error("the commit record of attempt %s is damaged; it is dropped", attempt)
-                self.arena.drop_record(attempt)
-                continue
-            records.append((record, state == "durable"))
-            for receipt in bound(record):
-                keep[receipt.token] = receipt.nbytes + receipt.table_nbytes
-        there = self.arena.adopt(keep)
-        for record, durable in sorted(records, key=lambda found: found[0].summary.attempt):
-            name = record.summary.attempt
-            gone = [receipt.token for receipt in bound(record) if receipt.token not in there]
-            if gone and not durable:
-                log.error("checkpoint %s was accepted, but part of its memory is gone; it is dropped", record.summary.id)
-                self.arena.drop_record(name)
-                for receipt in bound(record):
-                    if receipt.token in there:
-                        self.arena.drop(receipt.token)
-                continue
-            self._apply(self.catalog.accept(record, durable=durable))
-            for token in gone:
+        for left in left_behind(self.arena):
+            record = left.record
+            self._apply(self.catalog.accept(record, durable=left.durable))
+            for token in left.gone:
                 self._apply(self.catalog.evicted(token))
-            if not durable:
-                self.backlog.recovered.add(name)
+            if not left.durable:
+                self.backlog.recovered.add(record.summary.attempt)
                 log.info("re-adopted %s (%d bytes), not durable yet", record.summary.id, record.summary.raw_bytes)
 
     # -- calls of trainers ------------------------------------------------------------------
@@ -117,6 +102,8 @@ class Node:
     ) -> Segment:
         """A segment for one shard; see Arena.allocate. `deadline` in loop time."""
         self._refuse_if_draining()
+        if self.drained and not metadata and not self.catalog.unbound(checkpoint):
+            raise errors.Unavailable("the daemon was drained and takes no new saves: `ckptd drain --cancel` lets it take them again")
         if not self.catalog.leases[owner]:
             raise errors.LeaseLost("this process holds no lease (the daemon was restarted?): save again")
         self._learn(checkpoint.run)
@@ -249,6 +236,18 @@ class Node:
             else:
                 await self.backlog.flush(attempt)
                 self._notify()
+
+    async def changed(self) -> None:
+        """Returns when anything has happened to a shard or an attempt."""
+        await self._changed.wait()
+
+    def forget(self, checkpoint: CheckpointId, *, durable_only: bool = False) -> None:
+        """The checkpoint was deleted: what memory holds of it goes, too."""
+        self._apply(self.catalog.deleted(checkpoint, durable_only=durable_only))
+
+    def wake(self) -> None:
+        """What was held back may go on."""
+        self._notify()
 
     async def drain(self, grace_seconds: float) -> None:
         """Accepts nothing new; returns when all is durable or the grace is over. Then flushes are told to stop."""

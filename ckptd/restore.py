@@ -9,7 +9,6 @@ attempt sees that attempt and no other. Lives on the loop; never writes to the s
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -19,41 +18,30 @@ from typing import TypeVar
 from ckptd import contents, errors
 from ckptd.attempt import Attempt, checkpoint_of
 from ckptd.fetcher import Blocks, Fetcher
-from ckptd.ledger import Entry, Ledger
+from ckptd.index import Index, Indexes
+from ckptd.ledger import Ledger
 from ckptd.model import CheckpointId, metadata_key
 from ckptd.node import Node
 from ckptd.questions import Questions
+from ckptd.scan import Entry
 from ckptd.segment import Segment
-from ckptd.table import write_range
+from ckptd.stock import Stock
 from ckptd.v1.daemon_pb2 import Checkpoint
 from ckptd.v1.manifest_pb2 import Manifest, Summary
 
 T = TypeVar("T")
-#: Manifests and summaries kept: they never change, an attempt's name is theirs for good.
-#: How long an index waits for memory.
-INDEX_SECONDS = 30.0
 #: How long a store that hangs may keep a reader from what memory holds whole.
 PATIENCE_SECONDS = 3.0
-REMEMBERED_MANIFESTS = 4
+#: Summaries kept: they never change, an attempt's name is theirs for good.
 REMEMBERED_SUMMARIES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a segment."""
+class Wanted:
+    """What a want leads to: the shard's segment and, of a stock checkpoint, how many bytes each wanted item really has."""
 
     segment: Segment
-    at: int
-    nbytes: int
-
-
-@dataclass(slots=True)
-class Index:
-    """What a reader needs to know first: the client's metadata pickle, and each shard's encoded table."""
-
-    metadata: Piece
-    tables: list[Piece]
-    readers: int = 0
+    nbytes: list[int]
 
 
 @dataclass(slots=True)
@@ -64,10 +52,24 @@ class Source:
     checkpoint: Checkpoint
     attempt: Attempt | None
     index: Index
-    contents: Manifest | None = None
+    contents: Manifest | Stock | None = None
     held: list[Blocks] = field(default_factory=list)
 
-    async def want(self, shard: int, items: Sequence[int], starts: Sequence[int], ends: Sequence[int], deadline: float | None) -> Segment:
+    @property
+    def id(self) -> CheckpointId:
+        return CheckpointId.parse(self.checkpoint.summary.id)
+
+    @property
+    def name(self) -> str:
+        """The attempt, or the state of a stock checkpoint's directory."""
+        return self.checkpoint.summary.attempt
+
+    @property
+    def read(self) -> str:
+        """By what name it counts as being read."""
+        return self.checkpoint.summary.id if self.checkpoint.stock else self.name
+
+    async def want(self, shard: int, items: Sequence[int], starts: Sequence[int], ends: Sequence[int], deadline: float | None) -> Wanted:
         """The shard's segment, with the ranges present and kept until `copied`."""
         restore = self.restore
         if shard >= len(self.index.tables):
@@ -80,14 +82,20 @@ class Source:
                 restore.node.vanished(token)
             if token in self.attempt.held:
                 restore.bytes_from["memory"] += sum(ends) - sum(starts)
-                return restore.node.arena.get(token)
+                return Wanted(restore.node.arena.get(token), [])
         if self.contents is None:
-            self.contents = await restore.manifest(CheckpointId.parse(self.checkpoint.summary.id), self.checkpoint.summary.attempt)
-        found = restore.fetcher.find(self.contents, shard, items, starts, ends)
-        restore.bytes_from["memory"] += sum(block.nbytes for block in found.blocks if block.key in found.cached.blocks)
-        blocks = await restore.fetcher.present(self.contents, shard, found.blocks, deadline)
+            self.contents = await restore.indexes.contents(self.id, self.name)
+        try:
+            found = restore.fetcher.find(self.contents, shard, items, starts, ends)
+            restore.bytes_from["memory"] += sum(block.nbytes for block in found.blocks if block.key in found.cached.blocks)
+            blocks = await restore.fetcher.present(self.contents, shard, found.blocks, deadline)
+        except errors.Corrupt:
+            if self.checkpoint.stock:  # it may be no damage: stock DCP saves over the files that are being read
+                await restore.indexes.same(self.id, self.name)
+            raise
         self.held.append(blocks)
-        return blocks.cached.segment
+        nbytes = [blocks.cached.lengths.get(item, 0) for item in items] if self.checkpoint.stock else []
+        return Wanted(blocks.cached.segment, nbytes)
 
     def copied(self) -> None:
         """The reader has copied what it was given."""
@@ -98,6 +106,8 @@ class Source:
         """Lets go of everything."""
         self.copied()
         self.index.readers -= 1
+        self.restore.readers.subtract([self.read])
+        self.restore.readers += Counter()  # what nobody reads is forgotten
         if self.attempt is not None:
             self.restore.node.unpin(self.attempt.name)
         self.restore.node.arena.poke()
@@ -113,17 +123,20 @@ class Restore:
         self.threads = threads
         self.questions = Questions(threads)
         self.bytes_from: Counter[str] = Counter(memory=0, peer=0, store=0)
-        self._manifests: dict[str, asyncio.Task[Manifest]] = {}
-        self._indexes: dict[str, asyncio.Task[Index]] = {}
+        self.indexes = Indexes(node, ledger, fetcher, self.questions)
+        self.readers: Counter[str] = Counter()
         self._summaries: dict[tuple[str, str], Summary] = {}
         node.caches.append((fetcher.victims, fetcher.evicted))
-        node.caches.append((self._idle_indexes, self._index_evicted))
+        node.caches.append((self.indexes.victims, self.indexes.evicted))
         node.give_up_unread = fetcher.give_up_unread
 
     # -- which ------------------------------------------------------------------------------
 
-    async def resolve(self, target: CheckpointId | str) -> Checkpoint:
-        """The attempt that an id, or the newest of a run (given by its name), means now."""
+    async def resolve(self, target: CheckpointId | str, *, to_open: bool = True) -> Checkpoint:
+        """The attempt that an id, or the newest of a run (given by its name), means now.
+
+        Of a stock checkpoint, the state of its directory; not without `to_open`, for which it need not be looked at.
+        """
         before = self._pending()
         entry: Entry | None
         try:
@@ -141,21 +154,28 @@ class Restore:
             return self._without_store(target, errors.Unavailable("the store does not answer"))
         meant = [a for a in self._pending(before) if (a.id == target if isinstance(target, CheckpointId) else a.id.run == target)]
         attempt = max(meant, key=lambda attempt: attempt.name, default=None)
-        if attempt is not None and (entry is None or attempt.name > order(entry)):
+        if attempt is not None and (entry is None or attempt.name > entry.order):
             return checkpoint_of(attempt)
         if entry is None:
             within = "" if isinstance(target, CheckpointId) or not target else f" in run {target!r}"
             what = f"no checkpoint {target}" if isinstance(target, CheckpointId) else f"no checkpoint{within}"
             raise errors.NotFound(f"{what} in {self.fetcher.store.url} or in memory; `ckptd list` shows what is there")
-        return await self._readable(entry)
+        return await (self.readable(entry) if to_open else self._line(entry))
+
+    async def readable(self, entry: Entry) -> Checkpoint:
+        """One durable checkpoint, as a reader opens it. Raises Corrupt if not even its summary can be read."""
+        line = await self._line(entry)
+        if line.stock:
+            line.summary.attempt = (await self.indexes.look(entry.id)).identity
+        return line
 
     async def checkpoints(self, run: str | None) -> list[Checkpoint]:
         """One per id, by run, step and name: the newest restorable attempt, or why there is none."""
         before = self._pending()
-        entries = await self.questions.ask("entries", run, self.ledger.entries)
-        incomplete = await self.questions.ask("incomplete", run, self.ledger.incomplete)
+        found = await self.questions.ask("scan", run, self.ledger.scan)
+        entries, incomplete = found.entries, found.incomplete
         lines = {entry.id: line for entry, line in zip(entries, await self._durable(entries), strict=True)}
-        orders = {entry.id: order(entry) for entry in entries}
+        orders = {entry.id: entry.order for entry in entries}
         ended = [a for a in self.node.catalog.attempts.values() if a.ended and a.state != Checkpoint.ABORTED and a.id not in lines]
         for attempt in sorted([*ended, *self._pending(before)], key=lambda a: (a.restorable, a.name)):
             if (run is None or attempt.id.run == run) and attempt.name > orders.get(attempt.id, ""):
@@ -185,105 +205,39 @@ class Restore:
             if attempt is not None:
                 line = checkpoint_of(attempt)
             else:
-                entry = await self._same(checkpoint, name)
-                line = await self._readable(entry)
-            index = await self._index(checkpoint, name, attempt)
+                line = await self._line(await self.indexes.same(checkpoint, name))
+                line.summary.attempt = name
+            index = await self.indexes.open(checkpoint, name, attempt)
         except BaseException:
             if attempt is not None:
                 self.node.unpin(name)
             raise
-        return Source(self, line, attempt, index)
+        source = Source(self, line, attempt, index)
+        self.readers[source.read] += 1
+        return source
 
-    async def manifest(self, checkpoint: CheckpointId, name: str) -> Manifest:
-        """What the attempt consists of in the store."""
-        if name not in self._manifests or failed(self._manifests[name]):
-            self._manifests[name] = asyncio.create_task(self._read_manifest(checkpoint, name))
-            for old in list(self._manifests)[:-REMEMBERED_MANIFESTS]:
-                if self._manifests[old].done():
-                    del self._manifests[old]
-        return await asyncio.shield(self._manifests[name])
+    def reading(self) -> set[str]:
+        """What is being read at this moment: attempts, and ids of stock checkpoints."""
+        return set(+self.readers)
 
     async def files(self, line: Checkpoint) -> list[str]:
         """Names of the data files of a durable checkpoint; none if it is only in memory."""
         if line.state != Checkpoint.DURABLE:
             return []
-        found = await self.manifest(CheckpointId.parse(line.summary.id), line.summary.attempt)
+        found = await self.indexes.contents(CheckpointId.parse(line.summary.id), line.summary.attempt)
+        if isinstance(found, Stock):
+            return found.files
         return [shard.file for shard in found.shards if shard.file]
 
     async def stock(self, checkpoint: CheckpointId) -> bytes:
         """The `.metadata` of a checkpoint that DCP itself wrote."""
         return await self._run(self.fetcher.store.get, metadata_key(checkpoint))
 
-    async def _read_manifest(self, checkpoint: CheckpointId, name: str) -> Manifest:
-        entry = await self._same(checkpoint, name)
-        return await self._run(self.ledger.manifest, entry)
-
     def close(self) -> None:
         """Gives the index segments back."""
-        for index in self._made_indexes().values():
-            self.node.arena.drop(index.metadata.segment.token)
+        self.indexes.close()
 
     # -- inside -----------------------------------------------------------------------------
-
-    async def _index(self, checkpoint: CheckpointId, name: str, attempt: Attempt | None) -> Index:
-        if attempt is not None and attempt.whole:
-            # Where it lies already: what was accepted can be given back however full the memory is.
-            held = {token: self.node.arena.get(token) for token in attempt.tokens}
-            record = attempt.record
-            tables = [Piece(held[receipt.token], receipt.nbytes, receipt.table_nbytes) for receipt in record.shards]
-            return Index(Piece(held[record.metadata.token], 0, record.metadata.nbytes), tables, readers=1)
-        made = self._indexes.get(name)
-        if made is not None and made.done() and not failed(made) and not made.result().metadata.segment.path.exists():
-            self.node.arena.drop(made.result().metadata.segment.token)  # somebody removed the file
-            made = None
-        if made is None or failed(made):
-            self._indexes[name] = asyncio.create_task(self._make_index(checkpoint, name))
-        index = await asyncio.shield(self._indexes[name])
-        index.readers += 1
-        return index
-
-    async def _make_index(self, checkpoint: CheckpointId, name: str) -> Index:
-        """Reads the index from the store into a segment of its own."""
-        found = await self.manifest(checkpoint, name)
-        entry = await self._same(checkpoint, name)
-        try:
-            pickle = await self._run(self.ledger.metadata_pickle, entry, found)
-        except errors.NotFound as exc:
-            raise errors.LeaseLost(f"{checkpoint} was saved again or deleted since it was resolved: load again") from exc
-        parts = [pickle, *(shard.table.SerializeToString() for shard in found.shards)]
-        whole = b"".join(parts)
-        deadline = asyncio.get_running_loop().time() + INDEX_SECONDS
-        allocated = await self.node.arena.allocate(len(whole), "", metadata=True, deadline=deadline)
-        await self._run(write_range, allocated.path, 0, whole)
-        self.node.arena.seal(allocated.token, len(whole))
-        segment = self.node.arena.get(allocated.token)
-        ends = list(itertools.accumulate(map(len, parts)))
-        pieces = [Piece(segment, end - len(part), len(part)) for part, end in zip(parts, ends, strict=True)]
-        return Index(pieces[0], pieces[1:])
-
-    def _made_indexes(self) -> dict[str, Index]:
-        return {name: task.result() for name, task in self._indexes.items() if task.done() and not failed(task)}
-
-    def _idle_indexes(self) -> list[str]:
-        return [index.metadata.segment.token for index in self._made_indexes().values() if index.readers == 0]
-
-    def _index_evicted(self, token: str) -> None:
-        for name, index in self._made_indexes().items():
-            if index.metadata.segment.token == token:
-                del self._indexes[name]
-
-    async def _same(self, checkpoint: CheckpointId, name: str) -> Entry:
-        """The store's entry of the attempt that a reader was told of.
-
-        Raises LeaseLost, not NotFound, if it is not there any more: a checkpoint did exist, so nobody may start from nothing.
-        """
-        try:
-            entry = await self.questions.ask("find", checkpoint, self.ledger.find)
-        except errors.NotFound as exc:
-            raise errors.LeaseLost(f"{checkpoint} was deleted since it was resolved: load again") from exc
-        if entry.attempt != name:
-            raise errors.LeaseLost(f"{checkpoint} was saved again since it was resolved: load again")
-        return entry
 
     def _pending(self, before: Sequence[Attempt] = ()) -> list[Attempt]:
         """Restorable attempts that the store need not have: what is durable, the store decides, not memory.
@@ -305,8 +259,7 @@ class Restore:
         hint = f"; memory holds {here.id}: load it by its id if you know that it is the newest" if here is not None else ""
         raise type(error)(f"the newest checkpoint is not known while the store cannot be read: {error}{hint}") from error
 
-    async def _readable(self, entry: Entry) -> Checkpoint:
-        """One durable checkpoint. Raises Corrupt if not even its summary can be read."""
+    async def _line(self, entry: Entry) -> Checkpoint:
         line = (await self._durable([entry]))[0]
         if line.state != Checkpoint.DURABLE:
             raise errors.Corrupt(line.reason)
@@ -326,18 +279,8 @@ class Restore:
                 continue
             if entry.save_id is not None and len(self._summaries) < REMEMBERED_SUMMARIES:
                 self._summaries[key] = summary
-            lines.append(Checkpoint(summary=summary, state=Checkpoint.DURABLE, stock=entry.attempt is None))
+            lines.append(Checkpoint(summary=summary, state=Checkpoint.DURABLE, stock=entry.attempt is None, pinned=entry.pinned))
         return lines
 
     async def _run(self, call: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.threads, call, *arguments)
-
-
-def failed(task: asyncio.Task[T]) -> bool:
-    """Whether it ended without a result."""
-    return task.done() and (task.cancelled() or task.exception() is not None)
-
-
-def order(entry: Entry) -> str:
-    """Where a durable checkpoint stands in time, as text that sorts with attempt tokens."""
-    return entry.attempt if entry.attempt is not None else f"{entry.accepted_us:016x}"

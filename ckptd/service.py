@@ -15,15 +15,20 @@ import grpc
 
 from ckptd import __version__, contents, errors
 from ckptd.attempt import checkpoint_of
+from ckptd.fallback import Fallback
+from ckptd.index import Piece
 from ckptd.metadata import read as read_metadata
 from ckptd.model import CheckpointId, parse_run, parse_target
 from ckptd.node import Node
-from ckptd.restore import Piece, Restore
+from ckptd.restore import Restore
+from ckptd.retention import Policy
 from ckptd.segment import Segment
 from ckptd.table import read_range
+from ckptd.upkeep import Upkeep
 from ckptd.v1 import daemon_pb2 as pb
 from ckptd.v1.daemon_pb2_grpc import DaemonServicer
 from ckptd.v1.manifest_pb2 import Receipt, Table
+from ckptd.verifier import Verifier
 
 log = logging.getLogger(__name__)
 #: Trailing metadata key that carries the kind of an error.
@@ -34,6 +39,8 @@ ANSWER_BEFORE_SECONDS = 0.5
 LONGEST_MESSAGE = 4_000
 #: A reply is sent when it has grown to this; gRPC takes 4 MiB.
 REPLY_NBYTES = 1024 * 1024
+#: Verdicts of a prune per reply: far below gRPC's 4 MiB.
+VERDICTS_PER_REPLY = 5_000
 #: A want waits this long for memory.
 WANT_SECONDS = 120.0
 
@@ -43,9 +50,22 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class Service(DaemonServicer):
     """The calls of ckptd.v1.Daemon."""
 
-    def __init__(self, node: Node, restore: Restore, *, store: str, status: Callable[[], pb.StatusReply]) -> None:
+    def __init__(
+        self,
+        node: Node,
+        restore: Restore,
+        fallback: Fallback,
+        verifier: Verifier,
+        upkeep: Upkeep,
+        *,
+        store: str,
+        status: Callable[[], pb.StatusReply],
+    ) -> None:
         self.node = node
         self.restore = restore
+        self.fallback = fallback
+        self.verifier = verifier
+        self.upkeep = upkeep
         self.store = store
         self.status = status
         #: Set at the end of the daemon: held-open streams end then.
@@ -108,7 +128,8 @@ class Service(DaemonServicer):
         return await self.node.wait(CheckpointId.parse(request.id), request.token, request.sealed_us)
 
     async def Resolve(self, request: pb.ResolveRequest, context: Context) -> pb.Checkpoint:
-        return await self.restore.resolve(parse_target(request.id))
+        target = parse_target(request.id)
+        return await (self.fallback.resolve(target) if request.fallback else self.restore.resolve(target))
 
     async def Load(self, requests: AsyncIterator[pb.LoadRequest], context: Context) -> AsyncIterator[pb.LoadReply]:
         source = None
@@ -126,8 +147,8 @@ class Service(DaemonServicer):
                 elif step == "want":
                     want = request.want
                     deadline = asyncio.get_running_loop().time() + WANT_SECONDS
-                    segment = await source.want(want.shard, want.items, want.starts, want.ends, deadline)
-                    yield pb.LoadReply(present=pb.LoadReply.Present(segment=describe(segment)))
+                    found = await source.want(want.shard, want.items, want.starts, want.ends, deadline)
+                    yield pb.LoadReply(present=pb.LoadReply.Present(segment=describe(found.segment), nbytes=found.nbytes))
                 elif step == "copied":
                     source.copied()
                     yield pb.LoadReply()
@@ -143,7 +164,7 @@ class Service(DaemonServicer):
             yield line
 
     async def Show(self, request: pb.ShowRequest, context: Context) -> AsyncIterator[pb.ShowReply]:
-        line = await self.restore.resolve(parse_target(request.id))
+        line = await self.restore.resolve(parse_target(request.id), to_open=False)
         checkpoint = CheckpointId.parse(line.summary.id)
         tables: list[Table] = []
         if line.stock:
@@ -168,8 +189,52 @@ class Service(DaemonServicer):
                 reply, nbytes = pb.ShowReply(), 0
         yield reply
 
+    async def Prune(self, request: pb.PruneRequest, context: Context) -> AsyncIterator[pb.PruneReply]:
+        rules = [request.HasField(name) for name in ("keep_last", "keep_every", "keep_within_seconds")]
+        policy = Policy(
+            keep_last=request.keep_last if rules[0] else None,
+            keep_every=request.keep_every if rules[1] else None,
+            keep_within_seconds=request.keep_within_seconds if rules[2] else None,
+        )
+        verdicts, swept = await self.upkeep.prune(
+            parse_run(request.run) if request.HasField("run") else None,
+            policy if any(rules) else None,
+            dry_run=request.dry_run,
+            delete_grace_seconds=request.delete_grace_seconds if request.HasField("delete_grace_seconds") else None,
+            orphan_age_seconds=request.orphan_age_seconds if request.HasField("orphan_age_seconds") else None,
+        )
+        for at in range(0, len(verdicts), VERDICTS_PER_REPLY):
+            some = verdicts[at : at + VERDICTS_PER_REPLY]
+            yield pb.PruneReply(
+                verdicts=[
+                    pb.PruneReply.Verdict(id=str(one.id), kept=one.keep, reason=one.reason, stored_bytes=one.stored_bytes) for one in some
+                ]
+            )
+        yield pb.PruneReply(
+            swept=pb.PruneReply.Swept(
+                files=swept.files, nbytes=swept.nbytes, later_files=swept.later_files, later_nbytes=swept.later_nbytes
+            )
+        )
+
+    async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.Deleted:
+        # A task of its own, as a commit is: a caller that goes away must not leave half a deletion.
+        deleting = asyncio.create_task(self.upkeep.delete(CheckpointId.parse(request.id)))
+        deleted, grace_seconds = await asyncio.shield(deleting)
+        return pb.Deleted(id=str(deleted.id), files=deleted.files, nbytes=deleted.nbytes, grace_seconds=grace_seconds)
+
+    async def Pin(self, request: pb.PinRequest, context: Context) -> pb.Checkpoint:
+        return await self.upkeep.pin(CheckpointId.parse(request.id), pinned=request.pinned)
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> AsyncIterator[pb.DrainReply]:
+        async for reply in self.upkeep.drain(cancel=request.cancel):
+            yield reply
+
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         return self.status()
+
+    async def Verify(self, request: pb.VerifyRequest, context: Context) -> AsyncIterator[pb.VerifyReply]:
+        async for reply in self.verifier.replies(request):
+            yield reply
 
 
 def describe(segment: Segment) -> pb.Segment:

@@ -49,17 +49,16 @@ class ShmDirectory:
             path.mkdir(mode=0o700, parents=True)
             path.chmod(0o700)  # whatever the umask took away
         except FileExistsError:
-            self._claim()
+            check(path)
         except OSError as error:
             raise InvalidRequest(f"cannot make the shared-memory directory {path} ({error.strerror}): give another --shm-dir") from error
         self._lock = self._take_lock()
-        if not _is_tmpfs(path):
+        if not is_tmpfs(path):
             _log.warning("%s is not on a tmpfs: segments go through a disk, and saves will be slow", path)
 
     def capacity(self) -> int:
-        """Bytes that the file system can hold in all; a tmpfs without a limit counts as the machine's memory."""
-        found = os.statvfs(self.path)
-        return found.f_blocks * found.f_frsize or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        """Bytes that the file system can hold in all."""
+        return capacity(self.path)
 
     def free(self) -> int:
         """Bytes that the file system has left for us."""
@@ -129,23 +128,6 @@ class ShmDirectory:
             os.close(self._lock)
             self._lock = -1
 
-    def _claim(self) -> None:
-        """Checks a directory that was there before. Its mode is its owner's: a shared one must not be closed to its other users."""
-        try:
-            found, link = self.path.stat(), self.path.lstat()
-        except OSError as error:
-            raise InvalidRequest(f"cannot use the directory {self.path} ({error.strerror}): give another --shm-dir") from error
-        if not stat.S_ISDIR(found.st_mode):
-            raise InvalidRequest(f"{self.path} is not a directory: give another --shm-dir")
-        own = os.geteuid()
-        if {found.st_uid, link.st_uid} != {own}:
-            raise InvalidRequest(f"{self.path} belongs to uid {found.st_uid}, this daemon runs as uid {own}: give another --shm-dir")
-        if found.st_mode & 0o777 != 0o700:
-            raise InvalidRequest(
-                f"{self.path} has mode {found.st_mode & 0o777:04o}, and a shared-memory directory must be its daemon's alone: "
-                "chmod 700 it if it is meant for ckptd, or give a directory that does not exist yet"
-            )
-
     def _take_lock(self) -> int:
         path = self.path / "lock"
         fd = -1
@@ -186,7 +168,38 @@ def _is_ours(path: Path, *, warn: bool) -> bool:
     return False
 
 
-def _is_tmpfs(path: Path) -> bool:
+def check(path: Path) -> None:
+    """Checks a directory that was there before. Its mode is its owner's: a shared one must not be closed to its other users.
+
+    Raises InvalidRequest if a daemon of this user cannot have it.
+    """
+    try:
+        found, link = path.stat(), path.lstat()
+    except OSError as error:
+        raise InvalidRequest(f"cannot use the directory {path} ({error.strerror}): give another --shm-dir") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise InvalidRequest(f"{path} is not a directory: give another --shm-dir")
+    own = os.geteuid()
+    if {found.st_uid, link.st_uid} != {own}:
+        raise InvalidRequest(f"{path} belongs to uid {found.st_uid}, this daemon runs as uid {own}: give another --shm-dir")
+    if found.st_mode & 0o777 != 0o700:
+        if found.st_mode & stat.S_ISVTX:
+            way_out = f"give a directory in it that does not exist yet, such as {path}/ckptd-{own}"
+        else:
+            way_out = "chmod 700 it if it is meant for ckptd, or give a directory that does not exist yet"
+        raise InvalidRequest(
+            f"{path} has mode {found.st_mode & 0o777:04o}, and a shared-memory directory must be its daemon's alone: {way_out}"
+        )
+
+
+def capacity(path: Path) -> int:
+    """Bytes that the file system of an existing `path` can hold in all; a tmpfs without a limit counts as the machine's memory."""
+    found = os.statvfs(path)
+    return found.f_blocks * found.f_frsize or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def is_tmpfs(path: Path) -> bool:
+    """Whether an existing `path` lies on a tmpfs."""
     # struct statfs starts with f_type; the rest only needs room.
     found = (ctypes.c_long * 64)()
     return _libc.statfs(os.fsencode(path), ctypes.byref(found)) == 0 and found[0] == _TMPFS_MAGIC

@@ -44,14 +44,7 @@ class DaemonProcess:
     def start(self, *, timeout: float = 60.0) -> Self:
         """Returns when the daemon has printed its ready line; raises with its log if it ends or is too slow."""
         where = ["--listen", self.address, "--shm-dir", str(self.shm_dir)]
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *self.program, "serve", "--store", self.store, *where, *self.arguments],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=self.env,
-            )
+        self.process = self.launch(["serve", "--store", self.store, *where, *self.arguments])
         assert self.process.stdout is not None
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -68,6 +61,11 @@ class DaemonProcess:
             code = None
         self.kill()
         raise RuntimeError(f"the daemon did not become ready (exit {code}):\n{self.log.read_text()}")
+
+    def launch(self, arguments: list[str]) -> subprocess.Popen[str]:
+        """Starts the process: its standard output is a pipe, its standard error the log."""
+        with self.log.open("a") as log:
+            return subprocess.Popen([sys.executable, *self.program, *arguments], stdout=subprocess.PIPE, stderr=log, text=True, env=self.env)
 
     def cli(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Runs ``ckptd …`` against this daemon."""

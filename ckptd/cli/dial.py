@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
@@ -20,7 +20,8 @@ import grpc
 
 from ckptd import __version__, errors
 from ckptd.cli.documents import Shown
-from ckptd.model import parse_target
+from ckptd.model import CheckpointId, parse_target
+from ckptd.retention import Policy
 from ckptd.v1 import daemon_pb2, daemon_pb2_grpc
 
 #: For a daemon to say hello.
@@ -79,6 +80,56 @@ class Daemon:
             return None
         return reply.summary.id
 
+    def prune(
+        self,
+        run: str | None,
+        policy: Policy | None,
+        *,
+        dry_run: bool,
+        delete_grace_seconds: float | None,
+        orphan_age_seconds: float | None,
+    ) -> daemon_pb2.PruneReply:
+        """All verdicts, and what was swept; None means what the daemon was started with."""
+        request = daemon_pb2.PruneRequest(
+            run=run, dry_run=dry_run, delete_grace_seconds=delete_grace_seconds, orphan_age_seconds=orphan_age_seconds
+        )
+        if policy is not None:
+            request.MergeFrom(
+                daemon_pb2.PruneRequest(
+                    keep_last=policy.keep_last, keep_every=policy.keep_every, keep_within_seconds=policy.keep_within_seconds
+                )
+            )
+        whole = daemon_pb2.PruneReply()
+        with _rebuilt(self.address, None):
+            for reply in self._stub.Prune(request):
+                whole.MergeFrom(reply)
+        if not whole.HasField("swept"):
+            raise errors.Unavailable(f"the daemon at {self.address} ended its answer early: prune again")
+        return whole
+
+    def delete(self, id: CheckpointId) -> daemon_pb2.Deleted:
+        """Deletes one checkpoint; raises NotFound, WrongPhase."""
+        with _rebuilt(self.address, ANSWER_SECONDS):
+            reply: daemon_pb2.Deleted = self._stub.Delete(daemon_pb2.DeleteRequest(id=str(id)), timeout=ANSWER_SECONDS)
+            return reply
+
+    def pin(self, target: str, *, pinned: bool) -> daemon_pb2.Checkpoint:
+        """Pins or unpins one checkpoint by id, ``latest`` or ``<run>/latest``; raises NotFound."""
+        with _rebuilt(self.address, ANSWER_SECONDS):
+            request = daemon_pb2.PinRequest(id=self._resolved(target), pinned=pinned)
+            reply: daemon_pb2.Checkpoint = self._stub.Pin(request, timeout=ANSWER_SECONDS)
+            return reply
+
+    def verify(self, target: str, run: str | None) -> Iterator[daemon_pb2.VerifyReply]:
+        """Reads back one checkpoint, or with "" all of them (of one run); raises NotFound."""
+        with _rebuilt(self.address, None):
+            yield from self._stub.Verify(daemon_pb2.VerifyRequest(id=target, run=run))
+
+    def drain(self, *, cancel: bool, timeout_seconds: float | None) -> Iterator[daemon_pb2.DrainReply]:
+        """How much is on the way, until nothing is or the time is over."""
+        with suppress(_TooLate), _rebuilt(self.address, None):
+            yield from self._stub.Drain(daemon_pb2.DrainRequest(cancel=cancel), timeout=timeout_seconds)
+
     def status(self) -> daemon_pb2.StatusReply:
         """What the daemon says of itself."""
         with _rebuilt(self.address, CONNECT_SECONDS):
@@ -117,7 +168,7 @@ def _rebuilt(address: str, deadline_seconds: float | None) -> Iterator[None]:
         if code is grpc.StatusCode.UNAVAILABLE:
             raise errors.Unavailable(
                 f"no daemon answers at {address}: start one with `ckptd serve --store URL` "
-                "(list, show and wait can read the store itself, with --store URL)"
+                "(all commands but status and drain can open the store itself, with --store URL)"
             ) from error
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             within = "" if deadline_seconds is None else f" within {deadline_seconds:.0f} s"

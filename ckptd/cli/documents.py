@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -31,6 +31,25 @@ class Shown:
     tensors: Sequence[daemon_pb2.ShowReply.Tensor]
     #: Names beside ``.metadata``.
     files: Sequence[str]
+
+
+@dataclass(slots=True)
+class Verified:
+    """What is known of one checkpoint that is or was read back."""
+
+    id: str
+    nbytes: int = 0
+    total_nbytes: int = 0
+    damage: list[str] = field(default_factory=list)
+    #: What could not be verified, or why there was nothing to read.
+    note: str = ""
+    #: ``incomplete``, or ``unstored`` (so far in a daemon's memory alone), if there was nothing to read.
+    absent: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """In a word."""
+        return self.absent or ("damaged" if self.damage else "ok")
 
 
 def text(document: Any) -> str:
@@ -120,9 +139,54 @@ def status(reply: daemon_pb2.StatusReply) -> dict[str, Any]:
         "waiting": reply.waiting,
         "accepted": reply.accepted,
         "failed": reply.failed,
+        "draining": reply.draining,
         "bytes_from": dict.fromkeys(_SOURCES, 0) | dict(served),
         "warning": reply.warning,
     }
+
+
+def pruned(reply: daemon_pb2.PruneReply, *, dry_run: bool) -> dict[str, Any]:
+    """What was deleted and what was kept, why, and what was swept (with `dry_run`: would be)."""
+    return {
+        "dry_run": dry_run,
+        "verdicts": [
+            {"id": verdict.id, "kept": verdict.kept, "reason": verdict.reason, "stored_bytes": verdict.stored_bytes}
+            for verdict in reply.verdicts
+        ],
+        "swept": {
+            "files": reply.swept.files,
+            "bytes": reply.swept.nbytes,
+            "later_files": reply.swept.later_files,
+            "later_bytes": reply.swept.later_nbytes,
+        },
+    }
+
+
+def deleted(reply: daemon_pb2.Deleted) -> dict[str, Any]:
+    """A checkpoint that is gone, and its files, which go after the grace."""
+    return {"id": reply.id, "files": reply.files, "bytes": reply.nbytes, "grace_seconds": reply.grace_seconds}
+
+
+def verified(found: Sequence[Verified]) -> dict[str, Any]:
+    """What was read back."""
+    return {
+        "damaged": sum(bool(one.damage) for one in found),
+        "checkpoints": [
+            {
+                "id": one.id,
+                "verdict": one.verdict,
+                "read_bytes": one.nbytes,
+                "damage": one.damage,
+                "note": one.note,
+            }
+            for one in found
+        ],
+    }
+
+
+def drained(reply: daemon_pb2.DrainReply, *, draining: bool) -> dict[str, Any]:
+    """What is not durable yet, and what never will be."""
+    return {"draining": draining, "accepted": reply.accepted, "raw_bytes": reply.nbytes, "failed": list(reply.failed)}
 
 
 def name(fqn: bytes) -> str:

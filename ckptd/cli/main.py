@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from ckptd import __version__
-from ckptd.cli import output, read, serve
+from ckptd.cli import doctor, output, read, serve, tidy, watch
 from ckptd.errors import CkptdError, InvalidRequest
 
 _log = logging.getLogger(__name__)
@@ -35,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments: argparse.Namespace | None = None
     # gRPC would say on stderr, in its own words, what we say in one line.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # What the rooms warn of goes to stderr as all else that we have to say; `serve` logs in its own way.
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(logging.Formatter("ckptd: %(message)s"))
     # A key of a checkpoint may hold what the terminal's encoding cannot show.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -93,6 +96,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     serve.add_commands(commands)
     read.add_commands(commands)
+    watch.add_commands(commands)
+    tidy.add_commands(commands)
+    doctor.add_commands(commands)
     return parser
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import io
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -18,6 +20,9 @@ from rich.text import Text
 
 from ckptd.cli import documents
 from ckptd.v1 import daemon_pb2
+
+if TYPE_CHECKING:
+    from ckptd.findings import Finding
 
 #: Columns when nobody's terminal limits them.
 _UNLIMITED = 10_000
@@ -92,10 +97,83 @@ def status(reply: daemon_pb2.StatusReply) -> str:
             ("waiting for memory", str(reply.waiting)),
             ("accepted, not durable", str(reply.accepted)),
             ("failed", str(reply.failed)),
+            ("draining", "yes: no new saves are taken" if reply.draining else ""),
             ("served from", ", ".join(f"{source} {_size(nbytes)}" for source, nbytes in served.items())),
             ("warning", reply.warning),
         )
     )
+
+
+def pruned(reply: daemon_pb2.PruneReply, *, dry_run: bool) -> str:
+    """A line per checkpoint with the reason, then what it comes to."""
+    swept = reply.swept
+    gone = [verdict for verdict in reply.verdicts if not verdict.kept]
+    page = ""
+    if reply.verdicts:
+        table = _table("ID", "STORED", "VERDICT", right=("STORED",))
+        for verdict in reply.verdicts:
+            style = "" if verdict.kept else "red"
+            table.add_row(_text(verdict.id), _known_size(verdict.stored_bytes), Text(_plain(verdict.reason), style=style))
+        page = _render(table) + "\n"
+    nbytes = sum(verdict.stored_bytes for verdict in gone)
+    page += f"{'would delete' if dry_run else 'deleted'} {_count(len(gone), 'checkpoint')} ({_size(nbytes)}), "
+    page += f"{'would keep' if dry_run else 'kept'} {len(reply.verdicts) - len(gone)}\n"
+    page += f"{'would sweep' if dry_run else 'swept'} {_count(swept.files, 'file')} ({_size(swept.nbytes)})"
+    if swept.later_files:
+        page += f"; {_count(swept.later_files, 'file')} ({_size(swept.later_nbytes)}) wait for their time"
+    return page + "\n"
+
+
+def deleted(reply: daemon_pb2.Deleted) -> str:
+    """What is gone, and when its files go."""
+    if not reply.files:
+        return f"{reply.id} is deleted\n"
+    files = f"{_count(reply.files, 'file')} ({_size(reply.nbytes)})"
+    return f"{reply.id} is deleted; {files} go with the first `ckptd prune`, or sweep of a daemon, after {_duration(reply.grace_seconds)}\n"
+
+
+def verified(one: documents.Verified) -> str:
+    """One line, and one for each place that is damaged."""
+    style = {"ok": "green", "damaged": "red"}.get(one.verdict, "yellow")
+    line = Text.assemble(_plain(one.id), ": ", (one.verdict, style))
+    if not one.absent:
+        line.append(f", {_size(one.nbytes)} read")
+    if one.note:
+        line.append(f"; {_plain(one.note)}")
+    return _render(line) + "".join(_render(_text(f"    {place}")) for place in one.damage)
+
+
+def verdict(found: Sequence[documents.Verified], where: str, run: str | None) -> str:
+    """What all of it comes to."""
+    if not found:
+        return checkpoints([], where, run)
+    count = Counter(one.verdict for one in found)
+    return ", ".join(f"{count[word]} {word}" for word in ("ok", "damaged", "incomplete", "unstored") if count[word]) + "\n"
+
+
+def drained(reply: daemon_pb2.DrainReply, *, draining: bool) -> str:
+    """How far it is, and what never will be durable."""
+    page = "".join(f"{_plain(why)}\n" for why in reply.failed)
+    if not draining:
+        return page + "the daemon takes new saves again\n"
+    if reply.accepted:
+        return page + f"still on the way: {_count(reply.accepted, 'checkpoint')} ({_size(reply.nbytes)})\n"
+    if reply.failed:
+        return page + "nothing else is on the way, and no new saves are taken (`ckptd drain --cancel` ends that)\n"
+    return "all that was accepted is durable, and no new saves are taken (`ckptd drain --cancel` ends that)\n"
+
+
+def finding(found: Finding) -> str:
+    """One line of what was found, and the way out below it."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(width=4)
+    table.add_column(width=13)
+    table.add_column(overflow="fold")
+    style = {"ok": "green", "warn": "yellow", "fail": "red"}[found.verdict]
+    table.add_row(Text(found.verdict, style=style), Text(found.name), _text(found.found))
+    if found.advice:
+        table.add_row("", "", _text(f"→ {found.advice}"))
+    return _render(table)
 
 
 def _note(one: daemon_pb2.Checkpoint) -> str:
@@ -114,6 +192,10 @@ def _size(nbytes: float) -> str:
             return f"{amount:.0f} {unit}" if unit == "B" or amount >= 100 else f"{amount:.1f} {unit}"
         amount /= 1024
     return f"{amount:.1f} TiB"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _known_size(nbytes: int) -> str:

@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ckptd import config
+from ckptd.cli import source
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -23,12 +24,7 @@ def add_commands(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         allow_abbrev=False,
     )
     for option in config.OPTIONS:
-        parser.add_argument(
-            f"--{option.name}",
-            metavar=option.metavar,
-            help=option.help + (", repeatable" if option.repeated else ""),
-            action="append" if option.repeated else "store",
-        )
+        source.add_option(parser, option)
     parser.add_argument("--config", metavar="FILE.toml", help="file with any of these options as keys")
     parser.set_defaults(run=_serve)
 

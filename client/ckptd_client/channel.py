@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: How long a call may take that waits for nothing but the daemon's own work.
 _CALL_SECONDS: Final = 60.0
+#: How often a daemon that works on a call without a deadline is asked whether it is still there.
+_ALIVE_SECONDS: Final = 15.0
 #: How long a best-effort clean-up may take.
 _CLEANUP_SECONDS: Final = 5.0
 _OPTIONS: Final = (
@@ -80,6 +82,11 @@ def warn_once(text: str) -> None:
     if text and text not in _warned:
         warnings.warn(f"ckptd: {text}", UserWarning, stacklevel=4)
         _warned.add(text)
+
+
+def warn_always(text: str) -> None:
+    """Shows a warning to the user, each time: Python itself shows the same text once."""
+    warnings.warn_explicit(f"ckptd: {text}", UserWarning, __file__, 0, module=__name__, registry={})
 
 
 class Daemon:
@@ -147,6 +154,21 @@ class Daemon:
     def resolve(self, request: daemon_pb2.ResolveRequest, *, seconds: float = _CALL_SECONDS) -> daemon_pb2.Checkpoint:
         """Which attempt an id, ``latest`` or ``<run>/latest`` means now."""
         return cast("daemon_pb2.Checkpoint", self._call("Resolve", request, f"find {request.id!r}", seconds))
+
+    def resolve_whole(self, target: str) -> daemon_pb2.Checkpoint:
+        """The same, or the newest good one before it if it is damaged: as long as the daemon lives, it may take to read them back."""
+        doing = f"find {target!r}, or what is good before it"
+        call = self._stub.Resolve.future(daemon_pb2.ResolveRequest(id=target, fallback=True))
+        try:
+            while True:
+                try:
+                    return cast("daemon_pb2.Checkpoint", call.result(timeout=_ALIVE_SECONDS))
+                except grpc.FutureTimeoutError:
+                    self._call("Hello", daemon_pb2.HelloRequest(version=__version__), doing, _CALL_SECONDS)
+        except grpc.RpcError as error:
+            raise rebuild(error, self.address, doing) from error
+        finally:
+            call.cancel()
 
     def wait(self, request: daemon_pb2.WaitRequest, seconds: float | None) -> daemon_pb2.Checkpoint:
         """Returns when a checkpoint is durable; Unavailable also when `seconds` have passed."""

@@ -1,4 +1,4 @@
-"""DCP's Metadata from the pickle that the writer made, without running what is in it.
+"""DCP's Metadata from the pickle that the writer made, ours or stock's, without running what is in it.
 
 Only the classes that a Metadata consists of are known, and those that the user has
 listed with ``torch.serialization.add_safe_globals``; everything else is refused by name.
@@ -11,6 +11,7 @@ import copy
 import io
 import pickle
 from collections import OrderedDict, defaultdict
+from enum import Enum
 from pathlib import PosixPath, PurePosixPath
 from typing import Any, Final
 
@@ -29,8 +30,19 @@ _PROTOCOL: Final = 2
 _CLASSES: Final = (
     *(dcp.Metadata, dcp.MetadataIndex, dcp.StorageMeta, dcp.TensorProperties, dcp._MEM_FORMAT_ENCODING),  # noqa: SLF001 - what TensorProperties pickles to
     *(dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata),
+    *(filesystem._StorageInfo, filesystem._StoragePrefix),  # noqa: SLF001 - what stock's FileSystemWriter puts into it
     *(OrderedDict, defaultdict, torch.Size, torch.device),
 )
+#: Where torch before 2.3 had them.
+_OLD_MODULE: Final = "torch.distributed._shard.sharded_tensor.metadata"
+
+
+def _member(kind: Any, name: str) -> Enum:
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise pickle.UnpicklingError(f"{kind!r} is no enum")
+    return kind[name]
+
+
 _BUILTINS: Final = (set, frozenset, list, dict, int, float, complex, slice)
 _PATHS: Final = (PosixPath, PurePosixPath)
 _KNOWN: Final[dict[tuple[str, str], Any]] = {
@@ -42,6 +54,10 @@ _KNOWN: Final[dict[tuple[str, str], Any]] = {
     # Protocol 2 writes bytes as text and layouts by name.
     ("_codecs", "encode"): lambda text, encoding: str(text).encode("latin1" if encoding == "latin1" else "ascii"),
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # noqa: SLF001 - what a layout pickles to
+    (_OLD_MODULE, "TensorProperties"): dcp.TensorProperties,
+    (_OLD_MODULE, "MEM_FORMAT_ENCODING"): dcp._MEM_FORMAT_ENCODING,  # noqa: SLF001 - the same
+    # Some Pythons write a member of an enum as an attribute of it.
+    **{(module, "getattr"): _member for module in ("builtins", "__builtin__")},
 }
 
 

@@ -71,6 +71,8 @@ class Batch:
         """The request, ranges relative to each item's first raw byte."""
         want = daemon_pb2.LoadRequest.Want(shard=self.shard)
         for read in self.reads:
+            if read.box is None and want.items and want.items[-1] == read.place.number:  # once is enough for an opaque item
+                continue
             for start, end in read.ranges:
                 want.items.append(read.place.number)
                 want.starts.append(start)
@@ -138,7 +140,8 @@ def batches(reads: Iterable[Read], limit: int) -> Iterator[Batch]:
     """Joins reads, in the order they come, into batches of one shard and at most `limit` bytes."""
     batch: Batch | None = None
     for read in reads:
-        nbytes, count = fetched_nbytes(read.place.item, read.ranges), len(read.ranges)
+        again = batch is not None and batch.reads[-1].place is read.place and read.box is None
+        nbytes, count = (0, 0) if again else (fetched_nbytes(read.place.item, read.ranges), len(read.ranges))
         if batch is None or batch.shard != read.place.shard or batch.nbytes + nbytes > limit or batch.count + count > _BATCH_RANGES:
             if batch is not None:
                 yield batch

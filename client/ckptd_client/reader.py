@@ -2,7 +2,9 @@
 
 Every rank resolves the id; the attempt rides in DCP's plans, and a mixture is refused.
 What is read is addressed by (attempt, item, byte range), from memory or from the store,
-wherever the daemon finds it.
+wherever the daemon finds it. Of a checkpoint that stock DCP wrote items come whole, as
+``torch.save`` wrote them, and the attempt is the state of its directory: DCP saves over the
+files that are there, so at the end that state is looked at again.
 
 Promises: nothing of a checkpoint but its plain objects is unpickled with more than
 ``weights_only`` (objects are DCP's planner's, which unpickles them in full); only what
@@ -29,9 +31,10 @@ from ckptd.errors import CkptdError, Corrupt, InvalidRequest, WrongPhase
 from ckptd.v1 import daemon_pb2, manifest_pb2
 from ckptd_client import metadata as pickles
 from ckptd_client import plans
-from ckptd_client.channel import connect
+from ckptd_client.channel import connect, warn_always
 from ckptd_client.names import checked_target
 from ckptd_client.stream import LoadStream
+from ckptd_client.strictness import Keys
 from ckptd_client.transfer import copy_bits, fqn_bytes, is_plain
 
 if TYPE_CHECKING:
@@ -64,7 +67,10 @@ class DaemonStorageReader(StorageReader):
 
     checkpoint_id: an id, ``latest`` or ``<run>/latest``; DCP's own argument overrides it.
     address: ``unix:/path`` or ``HOST:PORT``; default ``CKPTD_ADDRESS``, then the node's own daemon.
-    fallback: only False so far: a damaged checkpoint is an error, whoever wants an older one names it.
+    fallback: a damaged checkpoint is an error; True goes back to the newest good one of its run that was accepted
+        before it, with a warning on every rank that names each checkpoint passed over, and why. To know it, the daemon
+        reads the whole checkpoint back from the store before it is loaded (once per checkpoint, for all ranks; not if
+        its memory holds it whole). A store that is away is an error all the same.
 
     Every error is one of ``ckptd.errors``, inside the CheckpointException that DCP raises on all ranks.
     """
@@ -73,10 +79,9 @@ class DaemonStorageReader(StorageReader):
 
     def __init__(self, checkpoint_id: str | os.PathLike[str] | None = None, *, address: str | None = None, fallback: bool = False) -> None:
         super().__init__()
-        if fallback:
-            raise InvalidRequest("this version never goes back to an older checkpoint by itself: load it by its id (`ckptd list`)")
         self._checkpoint_id = checkpoint_id
         self._address = address
+        self._fallback = fallback
         self._forget()
 
     @property
@@ -118,22 +123,22 @@ class DaemonStorageReader(StorageReader):
         target = checked_target(self._checkpoint_id)
         daemon = connect(self._address)
         self._limit = plans.batch_limit(daemon.hello().memory)
-        found = daemon.resolve(daemon_pb2.ResolveRequest(id=target))
+        found = daemon.resolve_whole(target) if self._fallback else daemon.resolve(daemon_pb2.ResolveRequest(id=target))
         checkpoint_id, attempt = found.summary.id, found.summary.attempt
-        if found.stock:
-            raise WrongPhase(
-                f"{checkpoint_id!r} was written by DCP itself, not through ckptd: load it with "
-                "torch.distributed.checkpoint.FileSystemReader on its directory in the store"
-            )
+        for skipped in found.skipped:
+            warn_always(f"{checkpoint_id} is loaded instead of {target}, because a newer checkpoint is damaged: {skipped}")
         with LoadStream(daemon, checkpoint_id, attempt) as stream:
             pickled, tables = stream.index(stream.open())
         metadata = pickles.load(pickled, checkpoint_id)
+        metadata.storage_data = None  # where stock stored what: the tables say it
         metadata.storage_meta = StorageMeta(checkpoint_id=checkpoint_id, load_id=attempt)
+        self._keys = metadata.state_dict_metadata = Keys(metadata.state_dict_metadata, checkpoint_id)
         self._tables = tables
         for shard, table in enumerate(tables):
             for number, item in enumerate(table.items):
                 self._places[item.fqn, tuple(item.offset) if item.has_offset else None] = plans.Place(shard, number, item)
         self._source = (checkpoint_id, attempt)
+        self._stock = found.stock
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's signature
@@ -151,6 +156,7 @@ class DaemonStorageReader(StorageReader):
         if len(sources) > 1:
             named = ", ".join(f"{checkpoint_id} (attempt {attempt})" for checkpoint_id, attempt in sorted(sources))
             raise WrongPhase(f"the ranks resolved {self._checkpoint_id!r} to different checkpoints ({named}): retry the load")
+        self._keys.log_left_out(plans)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -161,21 +167,31 @@ class DaemonStorageReader(StorageReader):
         with LoadStream(connect(self._address), *self._source) as stream:
             stream.open()
             for batch in plans.batches((read for read in reads if read.ranges), self._limit):
-                mapping = stream.fetch(batch.want())
-                opaque = [self._take(read, mapping, planner, targets) for read in batch.reads]
+                want = batch.want()
+                mapping, nbytes = stream.fetch(want)
+                opaque = _opaque(batch, mapping, dict(zip(want.items, nbytes, strict=False)))
+                for read in batch.reads:
+                    if read.box is not None:
+                        self._copy(read, read.box, mapping, planner, targets)
                 stream.copied()
-                for read, data in zip(batch.reads, opaque, strict=True):
-                    self._hand_over(read, data, planner, targets)
+                tensors: dict[int, torch.Tensor] = {}
+                for read in batch.reads:
+                    self._hand_over(read, opaque.get(read.place.number), tensors, planner, targets)
         for read in reads:
             if not read.ranges:
-                self._hand_over(read, b"" if read.box is None else None, planner, targets)
+                self._hand_over(read, b"" if read.box is None else None, {}, planner, targets)
+        if self._stock:
+            with LoadStream(connect(self._address), *self._source) as stream:
+                stream.open()  # raises LeaseLost if DCP has saved over what was read
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
     def _forget(self) -> None:
         self._source = ("", "")
+        self._stock = False
         self._tables = []
+        self._keys = Keys({}, "")
         self._places: dict[tuple[bytes, tuple[int, ...] | None], plans.Place] = {}
         self._limit = plans.BATCH_NBYTES
 
@@ -196,23 +212,27 @@ class DaemonStorageReader(StorageReader):
         for number, (part, ranges) in enumerate(parts, start=1):
             yield plans.Read(request, place, part, ranges, last=number == len(parts))
 
-    def _take(self, read: plans.Read, mapping: Mapping, planner: LoadPlanner, targets: dict[int, torch.Tensor]) -> bytes | None:
-        """Copies a raw part into its target, or an opaque item's bytes out of the segment."""
+    def _copy(self, read: plans.Read, box: plans.Box, mapping: Mapping, planner: LoadPlanner, targets: dict[int, torch.Tensor]) -> None:
+        """Copies a raw part into its target."""
         item = read.place.item
         view = mapping.view(item.raw_at, item.nbytes)
-        if read.box is None:
-            return bytes(view)
         form = self._form(read.place)
         stored = torch.frombuffer(view, dtype=torch.uint8).view(self._dtype(read.place)).as_strided(tuple(form.shape), tuple(form.strides))
-        offsets, lengths = read.box
+        offsets, lengths = box
         target = _target(read, planner, targets)
         inner = tuple(map(operator.sub, offsets, read.request.storage_offsets))
         _fill(narrow_tensor_by_index(target, inner, lengths), narrow_tensor_by_index(stored, offsets, lengths), read.request)
-        return None
 
-    def _hand_over(self, read: plans.Read, data: bytes | None, planner: LoadPlanner, targets: dict[int, torch.Tensor]) -> None:
-        """Gives the planner what is now certain."""
-        request = read.request
+    def _hand_over(
+        self,
+        read: plans.Read,
+        data: bytes | None,
+        tensors: dict[int, torch.Tensor],
+        planner: LoadPlanner,
+        targets: dict[int, torch.Tensor],
+    ) -> None:
+        """Gives the planner what is now certain. `data`: of an opaque item; `tensors`: what has been made of those, by item."""
+        request, number = read.request, read.place.number
         if request.type == LoadItemType.BYTE_IO:
             planner.load_bytes(request, io.BytesIO(data or b""))
             return
@@ -220,10 +240,21 @@ class DaemonStorageReader(StorageReader):
             return
         target = _target(read, planner, targets)
         if data is not None:
-            saved = _unpacked(data, request.storage_index)
-            _fill(target, narrow_tensor_by_index(saved, request.storage_offsets, request.lengths), request)
+            if number not in tensors:
+                tensors.clear()  # the reads of an item follow one another
+                tensors[number] = self._unpacked(data, read)
+            _fill(target, narrow_tensor_by_index(tensors[number], request.storage_offsets, request.lengths), request)
         planner.commit_tensor(request, target)
         del targets[id(request)]
+
+    def _unpacked(self, data: bytes, read: plans.Read) -> torch.Tensor:
+        tensor = _unpacked(data, read.request.storage_index)
+        if self._stock and tensor.size() != torch.Size(self._form(read.place).shape):
+            raise Corrupt(
+                f"checkpoint {self._source[0]!r}: {_named(read.request.storage_index)} has shape {tuple(tensor.size())} in its data file, "
+                f"{tuple(self._form(read.place).shape)} in .metadata: was it saved over by a save that did not end? load another checkpoint"
+            )
+        return tensor
 
     def _form(self, place: plans.Place) -> manifest_pb2.Form:
         return self._tables[place.shard].forms[place.item.form]
@@ -239,6 +270,16 @@ class DaemonStorageReader(StorageReader):
 
 def _named(index: MetadataIndex) -> str:
     return f"{index.fqn!r}" if index.offset is None else f"{index.fqn!r} at {tuple(index.offset)}"
+
+
+def _opaque(batch: plans.Batch, mapping: Mapping, nbytes: dict[int, int]) -> dict[int, bytes]:
+    """The bytes of a batch's opaque items, out of the segment, by item; `nbytes`: of those whose table says only the most."""
+    found: dict[int, bytes] = {}
+    for read in batch.reads:
+        number, item = read.place.number, read.place.item
+        if read.box is None and number not in found:
+            found[number] = bytes(mapping.view(item.raw_at, nbytes.get(number, item.nbytes)))
+    return found
 
 
 def _target(read: plans.Read, planner: LoadPlanner, targets: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -269,6 +310,8 @@ def _fill(target: torch.Tensor, saved: torch.Tensor, request: ReadItem) -> None:
 def _unpacked(data: bytes, index: MetadataIndex) -> torch.Tensor:
     try:
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (EOFError, OSError, RuntimeError) as error:
+        raise Corrupt(f"{_named(index)} is not what torch.save writes: {' '.join(str(error).split())}; load another checkpoint") from error
     except Exception as error:
         reason = " ".join(str(error).split())
         raise InvalidRequest(

@@ -46,9 +46,13 @@ class LoadStream:
         """The metadata pickle and the shards' item tables of what was opened."""
         return self._read(opened.metadata), [manifest_pb2.Table.FromString(self._read(table)) for table in opened.tables]
 
-    def fetch(self, want: daemon_pb2.LoadRequest.Want) -> Mapping:
-        """Returns the shard's segment, mapped; the ranges that were wanted are there, the rest may not be."""
-        return self._mapping(self._ask(daemon_pb2.LoadRequest(want=want)).present.segment)
+    def fetch(self, want: daemon_pb2.LoadRequest.Want) -> tuple[Mapping, list[int]]:
+        """The shard's segment, mapped: the ranges that were wanted are there, the rest may not be.
+
+        And, of a stock checkpoint, how many bytes each wanted item really has.
+        """
+        present = self._ask(daemon_pb2.LoadRequest(want=want)).present
+        return self._mapping(present.segment), list(present.nbytes)
 
     def copied(self) -> None:
         """Says that the last fetch has been copied; when it returns, nothing has changed under the copy."""

@@ -6,8 +6,10 @@ gives it; a real daemon behind the same commands is in tests/service.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import subprocess
 import sys
 import threading
@@ -63,6 +65,25 @@ class Played(daemon_pb2_grpc.DaemonServicer):
 
     def Status(self, request: Any, context: grpc.ServicerContext) -> Any:
         return self._answer("Status", request, context)
+
+    def Prune(self, request: Any, context: grpc.ServicerContext) -> Any:
+        yield from self._answer("Prune", request, context)
+
+    def Delete(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._answer("Delete", request, context)
+
+    def Pin(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._answer("Pin", request, context)
+
+    def Verify(self, request: Any, context: grpc.ServicerContext) -> Any:
+        yield from self._answer("Verify", request, context)
+
+    def Drain(self, request: Any, context: grpc.ServicerContext) -> Any:
+        for reply in self._answer("Drain", request, context):
+            if reply == "silence":
+                self.over.wait()
+            else:
+                yield reply
 
 
 @pytest.fixture
@@ -219,6 +240,270 @@ def test_wait_gives_up_with_1_after_its_timeout(daemon: Played, capsys: pytest.C
     assert "step-9 is not durable after 0.3 s" in _complaint(capsys)
 
 
+# --- prune, delete, pin, unpin -----------------------------------------------------------------------------------
+
+
+def _pruned() -> list[daemon_pb2.PruneReply]:
+    verdict = daemon_pb2.PruneReply.Verdict
+    return [
+        daemon_pb2.PruneReply(verdicts=[verdict(id="step-1", reason="deleted: no rule keeps it", stored_bytes=2**20)]),
+        daemon_pb2.PruneReply(verdicts=[verdict(id="step-2", kept=True, reason="kept: the last one", stored_bytes=2**21)]),
+        daemon_pb2.PruneReply(swept=daemon_pb2.PruneReply.Swept(files=1, nbytes=2**20, later_files=4, later_nbytes=2**22)),
+    ]
+
+
+def test_prune_json_is_one_document_of_verdicts_and_what_was_swept(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answers["Prune"] = _pruned()
+    assert main(["prune", "--keep-last", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "dry_run": False,
+        "verdicts": [
+            {"id": "step-1", "kept": False, "reason": "deleted: no rule keeps it", "stored_bytes": 2**20},
+            {"id": "step-2", "kept": True, "reason": "kept: the last one", "stored_bytes": 2**21},
+        ],
+        "swept": {"files": 1, "bytes": 2**20, "later_files": 4, "later_bytes": 2**22},
+    }
+
+
+def test_prune_tells_people_each_reason_and_what_waits(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answers["Prune"] = _pruned()
+    assert main(["prune", "--keep-last", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "kept: the last one" in out
+    assert "deleted 1 checkpoint (1.0 MiB), kept 1\nswept 1 file (1.0 MiB); 4 files (4.0 MiB) wait for their time\n" in out
+    assert main(["prune", "--keep-last", "1", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "would delete 1 checkpoint (1.0 MiB), would keep 1\nwould sweep 1 file" in out
+    assert daemon.asked["Prune"].dry_run is True
+
+
+def test_prune_without_a_rule_says_that_it_takes_one(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    hint = "without a rule no checkpoint is deleted"
+    daemon.answers["Prune"] = _pruned()[1:]
+    assert main(["prune"]) == 0
+    assert hint in capsys.readouterr().out
+    assert main(["prune", "--keep-last", "3"]) == 0
+    assert hint not in capsys.readouterr().out
+    daemon.answers["Prune"] = _pruned()  # the daemon has rules of its own
+    assert main(["prune"]) == 0
+    assert hint not in capsys.readouterr().out
+
+
+def test_prune_asks_for_what_was_given_and_nothing_else(daemon: Played) -> None:
+    daemon.answers["Prune"] = _pruned()
+    assert main(["prune", "--json"]) == 0
+    assert daemon.asked["Prune"] == daemon_pb2.PruneRequest()
+    rules = ["--keep-last", "2", "--keep-every", "100", "--keep-within", "2d"]
+    assert main(["prune", *rules, "--delete-grace", "0", "--orphan-age", "1h", "--run", "", "--json"]) == 0
+    assert daemon.asked["Prune"] == daemon_pb2.PruneRequest(
+        run="", keep_last=2, keep_every=100, keep_within_seconds=172800.0, delete_grace_seconds=0.0, orphan_age_seconds=3600.0
+    )
+    assert main(["prune", "--keep-every", "5", "--json"]) == 0
+    assert daemon.asked["Prune"] == daemon_pb2.PruneRequest(keep_every=5)
+
+
+def test_a_prune_that_breaks_off_is_no_success(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answers["Prune"] = _pruned()[:2]
+    assert main(["prune"]) == 3
+    assert "ended its answer early" in _complaint(capsys)
+
+
+def test_delete_says_when_the_files_go(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answers["Delete"] = daemon_pb2.Deleted(id="run-a/step-1", files=3, nbytes=2**20, grace_seconds=5400)
+    assert main(["delete", "run-a/step-1"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("run-a/step-1 is deleted; 3 files (1.0 MiB) go ")
+    assert "after 1 h 30 min" in out
+    assert main(["delete", "run-a/step-1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"id": "run-a/step-1", "files": 3, "bytes": 2**20, "grace_seconds": 5400.0}
+
+
+def test_pin_resolves_latest_and_says_what_it_pinned(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answers |= {"Resolve": _checkpoint("run-a/step-9"), "Pin": _checkpoint("run-a/step-9", pinned=True)}
+    assert main(["pin", "run-a/latest"]) == 0
+    assert capsys.readouterr().out == "run-a/step-9 is pinned\n"
+    assert (daemon.asked["Resolve"].id, daemon.asked["Pin"]) == ("run-a/latest", daemon_pb2.PinRequest(id="run-a/step-9", pinned=True))
+    daemon.answers["Pin"] = _checkpoint("run-a/step-9")
+    assert main(["unpin", "run-a/step-9"]) == 0
+    assert capsys.readouterr().out == "run-a/step-9 is no longer pinned\n"
+    assert daemon.asked["Pin"] == daemon_pb2.PinRequest(id="run-a/step-9")
+    assert main(["unpin", "run-a/step-9", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pinned"] is False
+
+
+# --- verify and drain --------------------------------------------------------------------------------------------
+
+
+def _read_back(id_: str, *damage: str, note: str = "") -> list[daemon_pb2.VerifyReply]:
+    reply = daemon_pb2.VerifyReply
+    return [
+        reply(id=id_, total_nbytes=2**21),
+        reply(id=id_, nbytes=2**20, total_nbytes=2**21, damage=damage[:1]),
+        reply(id=id_, nbytes=2**21, total_nbytes=2**21, damage=damage[1:], note=note, ended=True),
+    ]
+
+
+def test_verify_tells_each_checkpoint_and_what_is_none(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answers["List"] = [
+        *(_checkpoint(f"step-{step}") for step in (1, 2)),
+        _checkpoint("step-3", _State.INCOMPLETE, reason="no manifest"),
+        _checkpoint("step-4", _State.ACCEPTED),
+    ]
+    unstored = daemon_pb2.VerifyReply(id="step-4", note="accepted: nothing in the store yet", ended=True)
+    daemon.answers["Verify"] = [*_read_back("step-1", note="no checksums"), *_read_back("step-2"), unstored]
+    assert main(["verify"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "step-1: ok, 2.0 MiB read; no checksums",
+        "step-2: ok, 2.0 MiB read",
+        "step-4: unstored; accepted: nothing in the store yet",
+        "step-3: incomplete; no manifest",
+        "2 ok, 1 incomplete, 1 unstored",
+    ]
+    assert daemon.asked["Verify"] == daemon_pb2.VerifyRequest()
+    assert main(["verify", "--all", "--run", "run-a", "--json"]) == 0
+    assert (daemon.asked["Verify"], daemon.asked["List"].run) == (daemon_pb2.VerifyRequest(run="run-a"), "run-a")
+
+
+def test_damage_is_1_with_every_place(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    # A damaged manifest makes a checkpoint that is listed as incomplete: it is told once.
+    daemon.answers["List"] = [_checkpoint("step-1"), _checkpoint("step-2", _State.INCOMPLETE, reason="damaged")]
+    daemon.answers["Verify"] = [*_read_back("step-1"), *_read_back("step-2", "a.distcp, block 3", "[b]b\x1b.distcp: too short")]
+    assert main(["verify", "--all"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "step-1: ok, 2.0 MiB read",
+        "step-2: damaged, 2.0 MiB read",
+        "    a.distcp, block 3",
+        "    [b]b\\x1b.distcp: too short",
+        "1 ok, 1 damaged",
+    ]
+    assert main(["verify", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["damaged"] == 1
+    assert document["checkpoints"][1] == {
+        "id": "step-2",
+        "verdict": "damaged",
+        "read_bytes": 2**21,
+        "damage": ["a.distcp, block 3", "[b]b\x1b.distcp: too short"],
+        "note": "",
+    }
+
+
+def test_verify_of_one_asks_for_one(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answers["Verify"] = _read_back("run-a/step-9")
+    assert main(["verify", "run-a/latest"]) == 0
+    assert capsys.readouterr().out == "run-a/step-9: ok, 2.0 MiB read\n"
+    assert daemon.asked["Verify"] == daemon_pb2.VerifyRequest(id="run-a/latest")
+    assert "List" not in daemon.asked
+
+
+def test_verify_of_what_is_incomplete_unstored_or_not_there_is_1(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answers |= {"List": [_checkpoint("step-3", _State.INCOMPLETE, reason="no manifest")], "Verify": errors.NotFound("no such")}
+    assert main(["verify", "step-3"]) == 1
+    assert capsys.readouterr().out == "step-3: incomplete; no manifest\n"
+    for missing in ("step-4", "latest"):
+        assert main(["verify", missing]) == 1
+        assert _complaint(capsys) == "ckptd: no such\n"
+    daemon.answers["Verify"] = [daemon_pb2.VerifyReply(id="step-5", note="accepted", ended=True)]
+    assert main(["verify", "step-5"]) == 1
+    assert capsys.readouterr().out == "step-5: unstored; accepted\n"
+
+
+def test_a_verification_that_breaks_off_is_no_success(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answers["Verify"] = _read_back("step-1")[:2]
+    assert main(["verify", "step-1"]) == 3
+    assert "ended early" in _complaint(capsys)
+
+
+def test_verify_of_an_empty_store_is_0(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answers |= {"List": [], "Verify": []}
+    assert main(["verify"]) == 0
+    assert capsys.readouterr().out == "no checkpoints in /data/ckpts yet\n"
+
+
+def test_drain_is_0_when_all_is_durable(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answers["Drain"] = [daemon_pb2.DrainReply(accepted=2, nbytes=2**21), daemon_pb2.DrainReply()]
+    assert main(["drain"]) == 0
+    assert capsys.readouterr().out.startswith("all that was accepted is durable")
+    assert daemon.asked["Drain"] == daemon_pb2.DrainRequest()
+    assert main(["drain", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"draining": True, "accepted": 0, "raw_bytes": 0, "failed": []}
+
+
+def test_drain_is_1_with_what_never_will_be_durable(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answers["Drain"] = [daemon_pb2.DrainReply(failed=["step-1: access denied"])]
+    assert main(["drain"]) == 1
+    assert capsys.readouterr().out.startswith("step-1: access denied\n")
+
+
+def test_drain_gives_up_with_1_after_its_timeout_and_says_how_far_it_came(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answers["Drain"] = [daemon_pb2.DrainReply(accepted=2, nbytes=2**21), "silence"]
+    assert main(["drain", "--timeout", "300ms"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "still on the way: 2 checkpoints (2.0 MiB)\n"
+    assert err == "ckptd: not everything is durable after 0.3 s; the daemon goes on, and takes no new saves\n"
+    daemon.answers["Drain"] = ["silence"]
+    assert main(["drain", "--timeout", "300ms"]) == 1
+    assert "did not say" in _complaint(capsys)
+
+
+def test_a_drain_can_be_ended(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answers["Drain"] = [daemon_pb2.DrainReply(accepted=2, nbytes=2**21)]
+    assert main(["drain", "--cancel"]) == 0
+    assert capsys.readouterr().out == "the daemon takes new saves again\n"
+    assert daemon.asked["Drain"].cancel is True
+
+
+def test_the_bar_is_for_terminals_and_leaves_the_output_alone(daemon: Played) -> None:
+    daemon.answers |= {"List": [_checkpoint("step-1")], "Verify": _read_back("step-1", "a.distcp, block 3")}
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    command = [sys.executable, "-m", "ckptd", "verify"]
+    plain = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60, check=False)
+    assert (plain.returncode, plain.stderr) == (1, "")
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True, env=environ) as running:
+        os.close(theirs)
+        out, _ = running.communicate(timeout=60)
+    shown = b""
+    with contextlib.suppress(OSError):  # a pseudo-terminal without a writer
+        while piece := os.read(ours, 4096):
+            shown += piece
+    os.close(ours)
+    assert (running.returncode, out) == (1, plain.stdout)
+    assert b"[1 of 1] step-1" in shown
+
+
+# --- doctor ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "verdict", "words"),
+    [
+        (daemon_pb2.StatusReply(version=__version__, pid=7), "ok", "pid 7"),
+        (daemon_pb2.StatusReply(version="0.0.1"), "warn", "restart the daemon"),
+        (daemon_pb2.StatusReply(version=__version__, draining=True), "warn", "drain --cancel"),
+        (daemon_pb2.StatusReply(version=__version__, warning="step-1 failed: access denied"), "warn", "access denied"),
+        (errors.Unavailable("it is starting: try again"), "fail", "try again"),
+    ],
+)
+def test_doctor_looks_at_the_daemon(
+    daemon: Played, capsys: pytest.CaptureFixture[str], shm_dir: Path, status: Any, verdict: str, words: str
+) -> None:
+    daemon.answers["Status"] = status
+    assert main(["doctor", "--codec", "none", "--shm-dir", str(shm_dir), "--json"]) == (3 if verdict == "fail" else 0)
+    first = json.loads(capsys.readouterr().out)["checks"][0]
+    assert (first["name"], first["verdict"]) == ("daemon", verdict)
+    assert words in f"{first['found']} {first['advice']}"
+
+
+def test_doctor_takes_the_budget_of_the_daemon_that_has_the_shm_dir(
+    daemon: Played, capsys: pytest.CaptureFixture[str], shm_dir: Path
+) -> None:
+    daemon.answers["Status"] = daemon_pb2.StatusReply(version=__version__, shm_dir=str(shm_dir), memory=48 * 2**20)
+    assert main(["doctor", "--codec", "none", "--shm-dir", str(shm_dir), "--json"]) == 0
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks["memory budget"]["figures"]["budget"] == 48 * 2**20
+
+
 # --- what goes wrong ---------------------------------------------------------------------------------------------
 
 
@@ -226,13 +511,22 @@ def test_wait_gives_up_with_1_after_its_timeout(daemon: Played, capsys: pytest.C
 def test_a_daemons_error_is_one_line_with_the_exit_status_of_its_kind(
     daemon: Played, capsys: pytest.CaptureFixture[str], kind: type[errors.CkptdError]
 ) -> None:
-    for call, arguments in (("Wait", ["wait", "step-9"]), ("Show", ["show", "step-9"]), ("List", ["list"]), ("Status", ["status"])):
+    commands = {
+        "Wait": "wait step-9",
+        "Show": "show step-9",
+        "List": "list",
+        "Status": "status",
+        "Prune": "prune",
+        "Delete": "delete step-9",
+    }
+    commands |= {"Pin": "pin step-9", "Drain": "drain"}
+    for call, command in commands.items():
         daemon.answers[call] = kind("it went\nwrong: do this")
-        assert main(arguments) == kind.exit_status
+        assert main(command.split()) == kind.exit_status
         assert _complaint(capsys) == "ckptd: it went wrong: do this\n"
 
 
-@pytest.mark.parametrize("command", [["list"], ["show", "step-9"], ["status"], ["wait", "step-9"]])
+@pytest.mark.parametrize("command", [["list"], ["show", "step-9"], ["status"], ["wait", "step-9"], ["prune"], ["verify"], ["drain"]])
 def test_no_daemon_is_3_and_says_both_ways_out(command: list[str], tmp_path: Path) -> None:
     environ = {**os.environ, "CKPTD_ADDRESS": f"unix:{tmp_path}/none.sock"}
     found = subprocess.run([sys.executable, "-m", "ckptd", *command], capture_output=True, text=True, env=environ, timeout=60, check=False)
@@ -264,6 +558,23 @@ def test_no_daemon_is_3_and_says_both_ways_out(command: list[str], tmp_path: Pat
         (["show", "a/b/c"], "'a/b/c' is not a checkpoint id"),
         (["wait", "x" * 300], "is not a checkpoint id"),
         (["wait", "step-9", "--timeout", "soon"], "--timeout: 'soon' is not a duration"),
+        (["prune", "--keep-last", "0"], "--keep-last: '0' is not a number of at least 1"),
+        (["prune", "--keep-every", "-1"], "--keep-every: '-1' is not a number of at least 1"),
+        (["prune", "--keep-every", "1.5"], "--keep-every: '1.5'"),
+        (["prune", "--keep-within", "0s"], "--keep-within: '0s' is too short"),
+        (["prune", "--delete-grace", "soon"], "--delete-grace: 'soon' is not a duration"),
+        (["prune", "--run", "a/b"], "'a/b' is not a checkpoint id"),
+        (["prune", "step-1"], "unrecognized arguments"),
+        (["delete"], "required: ID"),
+        (["delete", "latest"], "`ckptd show latest` tells its id"),
+        (["delete", "run-a/latest"], "`ckptd show run-a/latest` tells its id"),
+        (["unpin", "latest"], "`ckptd show latest` tells its id"),
+        (["pin", "../x"], "'../x' is not a checkpoint id"),
+        (["verify", "../x"], "'../x' is not a checkpoint id"),
+        (["verify", "step-1", "--all"], "give an ID, or --all"),
+        (["verify", "step-1", "--run", "run-a"], "give an ID, or --all"),
+        (["drain", "--cancel", "--timeout", "1s"], "--cancel does not wait"),
+        (["drain", "--store", "/d"], "unrecognized arguments"),
         (["serve"], "no store given"),
         (["serve", "--store", "/d", "--memory", "lots"], "--memory: 'lots'"),
         (["serve", "--store", "/d", "--listen", "0.0.0.0:7070"], "needs TLS"),
@@ -334,7 +645,10 @@ def environ(request: pytest.FixtureRequest) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("stdout", "reason"), [("/dev/full", "No space left on device"), ("-", "it is closed")])
-@pytest.mark.parametrize("command", [["list"], ["list", "--json"], ["show", "latest", "--json"], ["status"], ["wait", "step-1"]])
+@pytest.mark.parametrize(
+    "command",
+    [["list"], ["list", "--json"], ["show", "latest", "--json"], ["status"], ["wait", "step-1"], ["prune"], ["verify"], ["drain"]],
+)
 def test_an_output_that_cannot_be_written_is_one_line_and_1(
     daemon: Played, environ: dict[str, str], command: list[str], stdout: str, reason: str
 ) -> None:
@@ -342,6 +656,7 @@ def test_an_output_that_cannot_be_written_is_one_line_and_1(
     daemon.answers["Show"] = [daemon_pb2.ShowReply(checkpoint=_checkpoint("step-1"))]
     daemon.answers["Status"] = daemon_pb2.StatusReply()
     daemon.answers["Wait"] = _checkpoint("step-1")
+    daemon.answers |= {"Prune": _pruned(), "Verify": _read_back("step-1"), "Drain": [daemon_pb2.DrainReply()]}
     done = ended(command, env=environ, stdout=stdout)
     assert (done.returncode, done.stderr) == (1, f"ckptd: cannot write to standard output: {reason}\n")
 

@@ -1,0 +1,53 @@
+"""What an earlier daemon left in the shm-dir, and what of it can be taken over.
+
+Promises: an attempt is taken over if its commit record and all its segments are whole, or if it is
+durable anyway; everything else in the directory that is ours is unlinked; nothing in there stops a start.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ckptd.arena import Arena
+from ckptd.attempt import bound, read_record
+from ckptd.v1.manifest_pb2 import Record
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """One attempt to take over."""
+
+    record: Record
+    durable: bool
+    gone: list[str]
+    """Tokens of segments that are not there any more; none if it is not durable."""
+
+
+def left_behind(arena: Arena) -> Iterator[Left]:
+    """Adopts the segments of all attempts that can be taken over, and gives those, oldest first."""
+    records: list[tuple[Record, bool]] = []
+    keep: dict[str, int] = {}
+    for attempt, state, data in arena.records():
+        record = read_record(attempt, data)
+        if record is None:
+            log.error("the commit record of attempt %s is damaged; it is dropped", attempt)
+            arena.drop_record(attempt)
+            continue
+        records.append((record, state == "durable"))
+        for receipt in bound(record):
+            keep[receipt.token] = receipt.nbytes + receipt.table_nbytes
+    there = arena.adopt(keep)
+    for record, durable in sorted(records, key=lambda found: found[0].summary.attempt):
+        gone = [receipt.token for receipt in bound(record) if receipt.token not in there]
+        if not gone or durable:
+            yield Left(record, durable, gone)
+            continue
+        log.error("checkpoint %s was accepted, but part of its memory is gone; it is dropped", record.summary.id)
+        arena.drop_record(record.summary.attempt)
+        for receipt in bound(record):
+            if receipt.token in there:
+                arena.drop(receipt.token)

@@ -1,0 +1,256 @@
+"""One node's deletions: by policy, by request, and of what nothing needs any more; pins; and the drain before it goes.
+
+Promises: only what is durable is deleted by a policy, only in runs that this node saves to, and
+only after something of the run became durable; what a load reads, or a save of this node is about to
+replace, stays; no attempt of an id is committed here while the id is being deleted. Lives on the
+loop; the store is worked on in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from typing import TypeVar
+
+from ckptd import errors
+from ckptd.ledger import Ledger
+from ckptd.model import CheckpointId
+from ckptd.node import Node
+from ckptd.restore import Restore
+from ckptd.retention import Policy, Verdict, decide
+from ckptd.scan import Entry
+from ckptd.survey import survey
+from ckptd.sweeper import Deleted, Sweeper, Swept
+from ckptd.v1.daemon_pb2 import Checkpoint, DrainReply
+
+log = logging.getLogger(__name__)
+#: What nothing needs is looked for this often, in the runs that this node saves to.
+SWEEP_SECONDS = 3600.0
+#: A pause after a failure.
+RETRY_SECONDS = 60.0
+#: What is collected younger than this could be what a flush of ours has just put: then none may run.
+UPLOAD_SECONDS = 3600.0
+
+T = TypeVar("T")
+
+
+class Upkeep:
+    """What one daemon does about checkpoints that are not needed any more."""
+
+    def __init__(
+        self,
+        node: Node,
+        restore: Restore,
+        ledger: Ledger,
+        sweeper: Sweeper,
+        threads: Executor,
+        *,
+        policy: Policy,
+        delete_grace_seconds: float,
+        orphan_age_seconds: float,
+    ) -> None:
+        self.node = node
+        self.restore = restore
+        self.ledger = ledger
+        self.sweeper = sweeper
+        self.threads = threads
+        self.policy = policy
+        self.delete_grace_seconds = delete_grace_seconds
+        self.orphan_age_seconds = orphan_age_seconds
+        self._one_at_a_time = asyncio.Lock()
+        #: When each run that this node saves to is looked at next, in the loop's time.
+        self._due: dict[str, float] = {}
+        self._woken = asyncio.Event()
+        node.backlog.became_durable = self._became_durable
+
+    # -- what is asked for ------------------------------------------------------------------
+
+    async def prune(
+        self,
+        run: str | None,
+        policy: Policy | None = None,
+        *,
+        dry_run: bool = False,
+        delete_grace_seconds: float | None = None,
+        orphan_age_seconds: float | None = None,
+    ) -> tuple[list[Verdict], Swept]:
+        """Deletes what no rule keeps (None: this daemon's own rules), then what nothing refers to and is old enough."""
+        grace = self.delete_grace_seconds if delete_grace_seconds is None else delete_grace_seconds
+        orphan_age = self.orphan_age_seconds if orphan_age_seconds is None else orphan_age_seconds
+        async with self._one_at_a_time:
+            surveyed = await self._run(survey, self.ledger, run, self._busy_now())
+            verdicts = decide([candidate for _, candidate in surveyed], policy or self.policy, time.time_ns() // 1000)
+            entries = {entry.id: entry for entry, _ in surveyed}
+            if not dry_run:
+                verdicts = [verdict if verdict.keep else await self._carry_out(entries[verdict.id], verdict) for verdict in verdicts]
+            swept = await self._sweep(run, grace, orphan_age, dry_run=dry_run)
+        gone = [verdict for verdict in verdicts if not verdict.keep]
+        if (gone or swept.files) and not dry_run:
+            log.info("pruned %d checkpoints; %d files went (%d bytes), %d later", len(gone), swept.files, swept.nbytes, swept.later_files)
+        if swept.later_files or gone:
+            for touched in {verdict.id.run for verdict in verdicts} if run is None else {run}:
+                self._look_again(touched, min(grace + 1.0, SWEEP_SECONDS))
+        return verdicts, swept
+
+    async def delete(self, checkpoint: CheckpointId) -> tuple[Deleted, float]:
+        """Deletes one checkpoint from store and memory; returns what goes, and after how many seconds.
+
+        Raises NotFound; WrongPhase if it is pinned or a load reads it.
+        """
+        async with self._one_at_a_time:
+            entry = await self._find(checkpoint)
+            if entry is not None and entry.pinned:
+                raise errors.WrongPhase(f"{checkpoint} is pinned: `ckptd unpin {checkpoint}` first")
+            here = self.node.catalog.newest_of(checkpoint)
+            if self._is_read(checkpoint, entry.attempt if entry else None, here.name if here else None):
+                raise errors.WrongPhase(f"{checkpoint} cannot be deleted now: a load reads it; try again when that has ended")
+            if entry is None and here is None:
+                raise errors.NotFound(f"no checkpoint {checkpoint} in the store or in memory; `ckptd list` shows what is there")
+            self.node.backlog.held.add(checkpoint)
+            try:
+                self.node.forget(checkpoint)
+                while self.node.backlog.flushing(checkpoint):
+                    await self.node.changed()
+                entry = await self._find(checkpoint)  # what was on its way may have arrived
+                deleted = Deleted(checkpoint, 0, 0) if entry is None else await self._run(self.sweeper.delete, entry)
+            finally:
+                self._let_go(checkpoint)
+        log.info("deleted %s: %d files, %d bytes, go after %.0f s", checkpoint, deleted.files, deleted.nbytes, self.delete_grace_seconds)
+        self._look_again(checkpoint.run, min(self.delete_grace_seconds, SWEEP_SECONDS))
+        return deleted, self.delete_grace_seconds
+
+    async def pin(self, checkpoint: CheckpointId, *, pinned: bool) -> Checkpoint:
+        """No policy deletes the checkpoint any more, or again any may. Raises NotFound, WrongPhase."""
+        async with self._one_at_a_time:
+            if await self._find(checkpoint) is None and self.node.catalog.newest_of(checkpoint) is not None:
+                raise errors.WrongPhase(f"{checkpoint} is not durable yet, and only then it can be pinned: `ckptd wait {checkpoint}`")
+            await self._run(self.ledger.pin if pinned else self.ledger.unpin, checkpoint)
+        return await self.restore.resolve(checkpoint)
+
+    async def drain(self, *, cancel: bool = False) -> AsyncIterator[DrainReply]:
+        """Takes no new saves; tells how much is left whenever that changes, at last what cannot become durable."""
+        self.node.drained = not cancel
+        if cancel:
+            yield DrainReply()
+            return
+        log.info("draining: no new saves are taken")
+        told = -1
+        while True:
+            changed = asyncio.ensure_future(self.node.changed())
+            try:
+                catalog = self.node.catalog
+                pending = catalog.to_flush()
+                begun = any(catalog.holder(token) is None for token in catalog.shards)
+                if not pending and not begun and not self.node.backlog.flushing():
+                    break
+                if len(pending) != told:
+                    told = len(pending)
+                    yield DrainReply(accepted=told, nbytes=sum(attempt.record.summary.raw_bytes for attempt in pending))
+                await asyncio.wait([changed], timeout=1.0)
+            finally:
+                changed.cancel()
+        ended = [attempt for attempt in self.node.catalog.attempts.values() if attempt.state == Checkpoint.FAILED]
+        yield DrainReply(failed=[f"{attempt.id}: {attempt.reason}" for attempt in ended])
+
+    # -- by itself --------------------------------------------------------------------------
+
+    async def forever(self) -> None:
+        """Looks at each run after something of it became durable, and then from time to time."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._woken.clear()
+            now = loop.time()
+            for run in [run for run, due in self._due.items() if due <= now]:
+                self._due[run] = now + SWEEP_SECONDS
+                try:
+                    await self._look_after(run)
+                    self.node.catalog.troubles.pop(f"upkeep of {run}", None)
+                except errors.CkptdError as exc:
+                    log.warning("old checkpoints of run %r could not be looked after, again in %.0f s: %s", run, RETRY_SECONDS, exc)
+                    self.node.catalog.trouble(f"upkeep of {run}", f"old checkpoints of run {run!r} could not be deleted: {exc}")
+                    self._due[run] = loop.time() + RETRY_SECONDS
+            pause = min(self._due.values(), default=loop.time() + SWEEP_SECONDS) - loop.time()
+            try:
+                await asyncio.wait_for(self._woken.wait(), max(0.0, pause))
+            except TimeoutError:
+                continue
+
+    def _became_durable(self, checkpoint: CheckpointId) -> None:
+        if not self.policy.empty or checkpoint.run not in self._due:
+            self._look_again(checkpoint.run, 0.0)
+
+    def _look_again(self, run: str, after_seconds: float) -> None:
+        due = asyncio.get_running_loop().time() + after_seconds
+        self._due[run] = min(due, self._due.get(run, due))
+        self._woken.set()
+
+    # -- inside -----------------------------------------------------------------------------
+
+    async def _look_after(self, run: str) -> None:
+        if not self.policy.empty:
+            await self.prune(run)
+            return
+        async with self._one_at_a_time:  # nobody gave rules: no checkpoint is looked at
+            swept = await self._sweep(run, self.delete_grace_seconds, self.orphan_age_seconds, dry_run=False)
+        if swept.later_files:
+            self._look_again(run, min(self.delete_grace_seconds + 1.0, SWEEP_SECONDS))
+
+    async def _carry_out(self, entry: Entry, verdict: Verdict) -> Verdict:
+        """Deletes one checkpoint, unless it is in use by now, or is not what was decided about any more."""
+        busy = self._busy_now()(entry)
+        if not busy:
+            self.node.backlog.held.add(entry.id)
+            try:
+                await self._run(self.sweeper.delete, entry)
+                self.node.forget(entry.id, durable_only=True)
+            except (errors.NotFound, errors.WrongPhase) as exc:
+                busy = str(exc)
+            finally:
+                self._let_go(entry.id)
+        return verdict if not busy else Verdict(id=verdict.id, keep=True, reason=f"kept: {busy}", stored_bytes=verdict.stored_bytes)
+
+    async def _sweep(self, run: str | None, grace: float, orphan_age: float, *, dry_run: bool) -> Swept:
+        backlog = self.node.backlog
+        alone = not dry_run and orphan_age < UPLOAD_SECONDS
+        backlog.paused = alone
+        try:
+            while alone and backlog.flushing():
+                await self.node.changed()
+            busy = {attempt.id for attempt in self.node.catalog.to_flush()}
+            return await self._run(
+                lambda: self.sweeper.sweep(run, delete_grace_seconds=grace, orphan_age_seconds=orphan_age, busy=busy, dry_run=dry_run)
+            )
+        finally:
+            backlog.paused = False
+            self.node.wake()
+
+    def _busy_now(self) -> Callable[[Entry], str]:
+        """Why a checkpoint must not go now, as things stand."""
+        saving = {attempt.id for attempt in self.node.catalog.to_flush()}
+        reading = self.restore.reading()
+
+        def why(entry: Entry) -> str:
+            if (entry.attempt or str(entry.id)) in reading:
+                return "a load reads it"
+            return "a newer save of it is on its way" if entry.id in saving else ""
+
+        return why
+
+    def _is_read(self, checkpoint: CheckpointId, *attempts: str | None) -> bool:
+        return not self.restore.reading().isdisjoint({str(checkpoint), *(attempt for attempt in attempts if attempt)})
+
+    async def _find(self, checkpoint: CheckpointId) -> Entry | None:
+        try:
+            return await self._run(self.ledger.find, checkpoint)
+        except errors.NotFound:
+            return None
+
+    def _let_go(self, checkpoint: CheckpointId) -> None:
+        self.node.backlog.held.discard(checkpoint)
+        self.node.wake()
+
+    async def _run(self, call: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.threads, call, *arguments)

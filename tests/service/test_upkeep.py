@@ -1,0 +1,210 @@
+"""What a daemon deletes by itself and on request; what it never deletes; and how it is drained."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+
+from ckptd.errors import Unavailable
+from ckptd.v1 import daemon_pb2
+from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
+from ckptd_client.channel import connect
+from ckptd_client.stream import LoadStream
+from daemons import FAULTY, DaemonProcess
+
+
+def save(daemon: DaemonProcess, name: str, value: float = 1.0, *, durable: bool = True, **options: Any) -> None:
+    writer = DaemonStorageWriter(address=daemon.address, **options)
+    dcp.save({"t": torch.full((1000,), value)}, checkpoint_id=name, storage_writer=writer)
+    if durable:
+        wait(name, address=daemon.address, timeout=60)
+
+
+def load(daemon: DaemonProcess, name: str) -> float:
+    found = {"t": torch.zeros(1000)}
+    dcp.load(found, checkpoint_id=name, storage_reader=DaemonStorageReader(address=daemon.address))
+    return float(found["t"].sum()) / 1000
+
+
+def until(condition: Callable[[], bool], daemon: DaemonProcess) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, daemon.log.read_text()[-3000:]
+        time.sleep(0.05)
+
+
+def data_files(store: Path, name: str) -> list[str]:
+    return sorted(path.name for path in (store / name).glob("*.distcp"))
+
+
+def status(daemon: DaemonProcess) -> dict[str, Any]:
+    return dict(json.loads(daemon.cli("status", "--json").stdout))
+
+
+def test_a_policy_keeps_the_last_of_the_run_and_leaves_other_runs_alone(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with DaemonProcess(str(store), "--keep-last", "2", "--keep-every", "10", "--delete-grace", "0s") as daemon:
+        save(daemon, "other/step-1")
+        assert daemon.cli("pin", "other/step-1").returncode == 0
+        for step in (1, 10, 11, 12, 13):
+            save(daemon, f"run/step-{step}", float(step))
+        until(lambda: sorted(daemon.list()) == ["other/step-1", "run/step-10", "run/step-12", "run/step-13"], daemon)
+        until(lambda: not (store / "run/step-1").exists() and not (store / "run/step-11").exists(), daemon)
+        assert [load(daemon, f"run/step-{step}") for step in (10, 12, 13)] == [10, 12, 13]
+        assert "it was deleted" not in status(daemon)["warning"]
+
+
+def test_files_of_a_deleted_checkpoint_stay_for_the_grace(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with DaemonProcess(str(store), "--keep-last", "1") as daemon:
+        save(daemon, "step-1")
+        files = data_files(store, "step-1")
+        save(daemon, "step-2")
+        until(lambda: sorted(daemon.list()) == ["step-2"], daemon)
+        assert data_files(store, "step-1") == files
+        assert not (store / "step-1" / ".metadata").exists()
+        done = daemon.cli("prune", "--delete-grace", "0s")
+        assert done.returncode == 0, done.stderr
+        assert not (store / "step-1").exists()
+        assert load(daemon, "latest") == 1.0
+
+
+def test_a_checkpoint_that_a_load_reads_is_deleted_by_nobody(tmp_path: Path) -> None:
+    with DaemonProcess(str(tmp_path / "store"), "--delete-grace", "0s") as daemon:
+        for step in (1, 2, 3):
+            save(daemon, f"step-{step}")
+        read = connect(daemon.address)
+        attempt = read.resolve(daemon_pb2.ResolveRequest(id="step-1")).summary.attempt
+        with LoadStream(read, "step-1", attempt) as stream:
+            stream.open()
+            refused = daemon.cli("delete", "step-1")
+            assert (refused.returncode, "a load reads it" in refused.stderr) == (1, True), refused
+            pruned = json.loads(daemon.cli("prune", "--keep-last", "1", "--json").stdout)
+            assert {one["id"]: one["kept"] for one in pruned["verdicts"]} == {"step-1": True, "step-2": False, "step-3": True}
+        assert sorted(daemon.list()) == ["step-1", "step-3"]
+        until(lambda: daemon.cli("delete", "step-1").returncode == 0, daemon)
+        assert sorted(daemon.list()) == ["step-3"]
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[tuple[DaemonProcess, Path]]:
+    """A daemon whose store takes nothing as long as the file says so."""
+    control = tmp_path / "control"
+    control.write_text('{"hold_after": 0}')
+    with DaemonProcess(f"faulty://{tmp_path}/store", program=FAULTY, env={"FAULTY_CONTROL": str(control)}) as daemon:
+        yield daemon, control
+
+
+def test_what_is_deleted_on_its_way_to_the_store_never_arrives(held: tuple[DaemonProcess, Path]) -> None:
+    daemon, control = held
+    save(daemon, "step-1", durable=False)
+    assert daemon.list()["step-1"]["state"] == "accepted"
+    control.write_text("{}")
+    done = daemon.cli("delete", "step-1")
+    assert done.returncode == 0, done.stderr
+    assert daemon.list() == {}
+    save(daemon, "step-2", 2.0)
+    assert sorted(daemon.list()) == ["step-2"]
+    daemon.restart()
+    assert sorted(daemon.list()) == ["step-2"]
+
+
+def test_a_deleted_id_can_be_saved_again_at_once(tmp_path: Path) -> None:
+    with DaemonProcess(str(tmp_path / "store")) as daemon:
+        for value in (1.0, 2.0, 3.0):
+            save(daemon, "step-1", value)
+            assert load(daemon, "step-1") == value
+            if value < 3:
+                assert daemon.cli("delete", "step-1").returncode == 0
+                assert daemon.cli("show", "step-1").returncode == 1
+        daemon.cli("prune", "--delete-grace", "0s", "--orphan-age", "0s")
+        daemon.restart()
+        assert load(daemon, "step-1") == 3.0
+        assert len(data_files(tmp_path / "store", "step-1")) == 1
+
+
+@pytest.mark.slow
+def test_a_save_beside_a_deletion_by_another_process_becomes_durable(tmp_path: Path) -> None:
+    with DaemonProcess(str(tmp_path / "store")) as daemon:
+        save(daemon, "step-1", 1.0)
+        deleted = subprocess.run([sys.executable, "-m", "ckptd", "delete", "step-1", "--store", daemon.store], check=False)
+        assert deleted.returncode == 0
+        save(daemon, "step-1", 2.0)  # waits until the deletion cannot undo it any more
+        daemon.restart()
+        assert load(daemon, "step-1") == 2.0
+
+
+def test_what_an_overwrite_left_goes_and_the_new_one_stays(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with DaemonProcess(str(store)) as daemon:
+        save(daemon, "step-1", 1.0)
+        old = data_files(store, "step-1")
+        save(daemon, "step-1", 2.0, overwrite=True)
+        assert set(old) < set(data_files(store, "step-1"))
+        assert daemon.cli("prune").returncode == 0
+        assert set(old) < set(data_files(store, "step-1"))  # a load may have begun before
+        assert daemon.cli("prune", "--delete-grace", "0s").returncode == 0
+        assert not set(old) & set(data_files(store, "step-1"))
+        daemon.restart()
+        assert load(daemon, "step-1") == 2.0
+        assert daemon.cli("verify", "step-1").returncode == 0
+
+
+def test_a_pinned_checkpoint_is_deleted_by_nobody_until_it_is_unpinned(tmp_path: Path) -> None:
+    with DaemonProcess(str(tmp_path / "store")) as daemon:
+        save(daemon, "step-1")
+        save(daemon, "step-2")
+        assert daemon.cli("pin", "step-1").returncode == 0
+        assert daemon.list()["step-1"]["pinned"]
+        assert daemon.cli("prune", "--keep-last", "1").returncode == 0
+        refused = daemon.cli("delete", "step-1")
+        assert (refused.returncode, "unpin" in refused.stderr) == (1, True)
+        assert sorted(daemon.list()) == ["step-1", "step-2"]
+        assert daemon.cli("unpin", "step-1").returncode == 0
+        assert daemon.cli("prune", "--keep-last", "1").returncode == 0
+        assert sorted(daemon.list()) == ["step-2"]
+
+
+def test_a_drain_takes_no_new_saves_and_ends_when_all_is_durable(held: tuple[DaemonProcess, Path]) -> None:
+    daemon, control = held
+    save(daemon, "step-1", durable=False)
+    waited = daemon.cli("drain", "--timeout", "1s")
+    assert waited.returncode == 1, waited
+    with pytest.raises(CheckpointException, match="drained") as refused:
+        save(daemon, "step-2")
+    assert isinstance(next(iter(refused.value.failures.values()))[0], Unavailable)
+    assert status(daemon)["draining"]
+    control.write_text("{}")
+    done = daemon.cli("drain", "--timeout", "30s")
+    assert done.returncode == 0, done.stderr
+    assert daemon.list()["step-1"]["state"] == "durable"
+    assert load(daemon, "step-1") == 1.0
+    assert daemon.cli("drain", "--cancel").returncode == 0
+    save(daemon, "step-2", 2.0)
+
+
+def test_trouble_with_old_checkpoints_is_told_and_passes(tmp_path: Path) -> None:
+    control = tmp_path / "control"
+    control.write_text("{}")
+    environment = {"FAULTY_CONTROL": str(control)}
+    with DaemonProcess(f"faulty://{tmp_path}/store", "--keep-last", "1", program=FAULTY, env=environment) as daemon:
+        save(daemon, "step-1")
+        control.write_text('{"raise": "EIO", "only": "step-1/"}')
+        save(daemon, "step-2")
+        until(lambda: "could not be deleted" in status(daemon)["warning"], daemon)
+        assert sorted(daemon.list()) == ["step-1", "step-2"]
+        control.write_text("{}")
+        with pytest.warns(UserWarning, match="could not be deleted"):
+            save(daemon, "step-3")
+        until(lambda: sorted(daemon.list()) == ["step-3"], daemon)
+        until(lambda: not status(daemon)["warning"], daemon)
