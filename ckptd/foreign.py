@@ -52,20 +52,22 @@ _PASSING_STATUSES: Final = frozenset({408, 409, 410, 425, 429})
 _NOT_TAKEN: Final = frozenset(
     {"401", "InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken", "SignatureDoesNotMatch", "Unauthorized"}
 )
-#: Classes of botocore and google-auth that mean a wrong setup.
-_SETUP: Final = frozenset(
-    {
-        "NoCredentialsError",
-        "PartialCredentialsError",
-        "ProfileNotFound",
-        "ConfigNotFound",
-        "ConfigParseError",
-        "NoRegionError",
-        "InvalidRegionError",
-        "ParamValidationError",
-        "DefaultCredentialsError",
-    }
+_NO_AWS: Final = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role, or give --store-option key=… and secret=…"
+_NO_GOOGLE: Final = (
+    "set GOOGLE_APPLICATION_CREDENTIALS, log in with gcloud auth application-default login, or give --store-option token=FILE"
 )
+#: Classes of botocore and google-auth that mean a wrong setup, with what to do about it.
+_SETUP: Final = {
+    "NoCredentialsError": _NO_AWS,
+    "PartialCredentialsError": _NO_AWS,
+    "ProfileNotFound": "correct the profile's name or its file",
+    "ConfigNotFound": "correct the profile's file",
+    "ConfigParseError": "correct the profile's file",
+    "NoRegionError": "set --store-option region_name=…",
+    "InvalidRegionError": "set --store-option region_name=…",
+    "ParamValidationError": "correct the bucket's name",
+    "DefaultCredentialsError": _NO_GOOGLE,
+}
 #: errno by which s3fs passes on what S3 answered without a body, and others the operating system's word.
 _FINAL_ERRNOS: Final = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENOSYS, errno.ENAMETOOLONG, errno.EFBIG}
@@ -146,8 +148,9 @@ def _ours(what: str, exc: Exception, missing: type[NotFound | StoreError]) -> Ck
         return _missing(text, missing)
     if isinstance(exc, PermissionError) or (type(exc) is OSError and str(exc).startswith("Forbidden")):  # gcsfs's words for a 403
         return StoreError(f"{text}; {_DENIED}")
-    if {kind.__name__ for kind in type(exc).__mro__} & _SETUP:
-        return StoreError(f"{text}; {_DENIED}")
+    for kind in type(exc).__mro__:
+        if kind.__name__ in _SETUP:
+            return StoreError(f"{text}; {_SETUP[kind.__name__]}")
     if isinstance(exc, OSError) and exc.errno in _FINAL_ERRNOS:
         return StoreError(text)
     if isinstance(exc, NotImplementedError):

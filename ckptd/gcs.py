@@ -27,7 +27,8 @@ from ckptd.foreign import Refused, code_of
 
 #: GCS takes parts in multiples of 256 KiB, as many as there are.
 _PART_NBYTES: Final = 64 * 256 * 1024
-_FIELDS: Final = "nextPageToken,prefixes,items(name,size,updated,timeCreated)"
+_PAGE_COUNT: Final = 1000
+_FIELDS: Final = "kind,nextPageToken,prefixes,items(name,size,updated,timeCreated)"
 _BINARY: Final = {"Content-Type": "application/octet-stream"}
 _BOUNDARY: Final = "ckptd-batch"
 
@@ -82,8 +83,10 @@ class Bucket:
     def page(self, prefix: str, delimiter: str, token: str | None) -> tuple[list[tuple[str, int, float]], list[str], str | None]:
         """One page of a listing: (key, bytes, time) of objects, what `delimiter` cut short, and how to go on, if there is more."""
         named = {"prefix": prefix or None, "delimiter": delimiter or None, "pageToken": token}
-        _, told = self.call("GET", self._path(), **named, maxResults=1000, fields=_FIELDS)
-        answer = json.loads(told)
+        _, told = self.call("GET", self._path(), **named, maxResults=_PAGE_COUNT, fields=_FIELDS)
+        answer = _parsed(told)
+        if answer.get("kind") != "storage#objects":
+            raise Refused("502", "the answer is no listing")
         objects = [(found["name"], int(found.get("size", 0)), _written(found)) for found in answer.get("items", [])]
         return objects, answer.get("prefixes", []), answer.get("nextPageToken") or None
 
@@ -179,10 +182,10 @@ class Upload:
     def finish(self, data: io.BytesIO) -> None:
         """The last part, which is not empty; then the object is there."""
         end = self._there + data.getbuffer().nbytes
+        told = b""
         while self._there < end:
             told = self._put(data, end, str(end))
-            if told and self._there == end:
-                _check_size(told, end)
+        _check_size(told, end)
 
     def abort(self) -> None:
         """Gives up: GCS forgets the parts."""
@@ -198,8 +201,9 @@ class Upload:
             raise Refused("410", "GCS has forgotten the upload") from exc
         # "Range: bytes=0-N" while there is more to come; without it, nothing is there, or all of it.
         there = int(headers["Range"].rpartition("-")[2]) + 1 if "Range" in headers else end if total != "*" else 0
-        if there <= self._there:
-            raise Refused("503", f"GCS holds {there} bytes of the upload, {self._there} were there before")
+        last = end if total == "*" else end + 1  # the emulator counts one too many when the object is complete
+        if not self._there < there <= last:
+            raise Refused("503", f"GCS holds {there} bytes of the upload, after {self._there}, when {end} were sent")
         self._there = min(there, end)
         return told
 
@@ -211,8 +215,16 @@ class _Body(io.BytesIO):
         self.seek(0)
 
 
+def _parsed(told: bytes) -> dict[str, Any]:
+    try:
+        return dict(json.loads(told))
+    except (TypeError, ValueError) as exc:
+        raise Refused("502", "the answer is no JSON object") from exc
+
+
 def _check_size(told: bytes, nbytes: int) -> None:
-    stored = int(json.loads(told)["size"])
+    """Raises unless an answer tells of an object of `nbytes` bytes."""
+    stored = int(_parsed(told).get("size", -1))
     if stored != nbytes:
         raise Refused("IncompleteBody", f"GCS stored {stored} of {nbytes} bytes")
 

@@ -1,28 +1,61 @@
 """What retention has to decide about: the durable checkpoints of a store, as `retention` wants to know them.
 
 Promises: everything in the store that is a checkpoint is in the survey, what is damaged as well, with
-the reason. Blocking; writes nothing.
+the reason; the newest of each run that is not called damaged has all its files, in their sizes. Blocking;
+writes nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ckptd.errors import Corrupt
 from ckptd.ledger import Ledger
 from ckptd.retention import Candidate
 from ckptd.scan import Entry, parallel
+from ckptd.store import Store
 from ckptd.sweeper import links
 from ckptd.v1.manifest_pb2 import Summary
+from ckptd.verify import misplaced
 
 
-def survey(ledger: Ledger, run: str | None, busy: Callable[[Entry], str] = lambda _: "") -> list[tuple[Entry, Candidate]]:
+def survey(store: Store, ledger: Ledger, run: str | None, busy: Callable[[Entry], str] = lambda _: "") -> list[tuple[Entry, Candidate]]:
     """All checkpoints (of one run). `busy` says why one must stay now, "" if it need not. Raises StoreError, Unavailable."""
     entries = ledger.entries(run)
     linked = links(entries)
     damage = parallel(ledger.stock_damage, entries)  # the last good one must not go for one that nobody can load
     told = [Corrupt(why) if why else summary for why, summary in zip(damage, ledger.summaries(entries), strict=True)]
-    return [(entry, _candidate(entry, found, linked.get(entry.id) or busy(entry))) for entry, found in zip(entries, told, strict=True)]
+    candidates = [_candidate(entry, found, linked.get(entry.id) or busy(entry)) for entry, found in zip(entries, told, strict=True)]
+    return _with_newest_whole(store, ledger, list(zip(entries, candidates, strict=True)))
+
+
+def _with_newest_whole(store: Store, ledger: Ledger, found: list[tuple[Entry, Candidate]]) -> list[tuple[Entry, Candidate]]:
+    """Looks at the files of the newest of each run, and of the one before it as long as some are missing or cut short.
+
+    The others are not looked at: that would cost a manifest each, and what counts is that the last good one does not go
+    for one that nobody can load.
+    """
+    whole: set[str] = set()
+    looked = {}
+    for entry, candidate in sorted(found, key=lambda one: one[1].order, reverse=True):
+        lost = ""
+        if not candidate.damaged and entry.id.run not in whole:
+            lost = _lost(store, ledger, entry)
+            if not lost:
+                whole.add(entry.id.run)
+        looked[entry.id] = replace(candidate, damaged=lost) if lost else candidate
+    return [(entry, looked[entry.id]) for entry, _ in found]
+
+
+def _lost(store: Store, ledger: Ledger, entry: Entry) -> str:
+    """Which file is not there as it was written, in words; "" if all are, or if stock DCP wrote it."""
+    if entry.save_id is None:
+        return ""
+    try:
+        return next(iter(misplaced(store, entry.id, ledger.manifest(entry)).values()), "")
+    except Corrupt as exc:
+        return str(exc)
 
 
 def _candidate(entry: Entry, found: Summary | Corrupt, busy: str) -> Candidate:

@@ -81,7 +81,7 @@ class Upkeep:
         grace = self.delete_grace_seconds if delete_grace_seconds is None else delete_grace_seconds
         orphan_age = self.orphan_age_seconds if orphan_age_seconds is None else orphan_age_seconds
         async with self._one_at_a_time:
-            surveyed = await self._run(survey, self.ledger, run, self._busy_now())
+            surveyed = await self._run(survey, self.sweeper.store, self.ledger, run, self._busy_now())
             verdicts = decide([candidate for _, candidate in surveyed], policy or self.policy, time.time_ns() // 1000)
             entries = {entry.id: entry for entry, _ in surveyed}
             if not dry_run:
@@ -206,7 +206,7 @@ class Upkeep:
             try:
                 await self._run(self.sweeper.delete, entry)
                 self.node.forget(entry.id, durable_only=True)
-            except (errors.NotFound, errors.WrongPhase) as exc:
+            except (errors.NotFound, errors.WrongPhase, errors.Corrupt) as exc:
                 busy = str(exc)
             finally:
                 self._let_go(entry.id)

@@ -92,7 +92,7 @@ class Direct:
         orphan_age_seconds: float | None,
     ) -> daemon_pb2.PruneReply:
         """All verdicts, and what was swept; without a policy nothing is deleted, and None means the usual times."""
-        surveyed = survey(self._ledger, run)
+        surveyed = survey(self._store, self._ledger, run)
         verdicts = decide([candidate for _, candidate in surveyed], policy or Policy(), time.time_ns() // 1000)
         if not dry_run:
             entries = {entry.id: entry for entry, _ in surveyed}
