@@ -14,6 +14,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -170,6 +171,9 @@ class Fetcher:
                 waiting = cached.blocks.pop(block.key)
                 waiting.set_exception(failure)
                 waiting.exception()  # all who waited may be gone
+        if failure is not None:
+            with suppress(OSError):
+                self._free_rest(cached)
         cached.fetching -= 1
         self.arena.charge(cached.segment.token, allocated(cached.segment.path), settled=missing.reserved)
         self._make_way()
@@ -227,12 +231,16 @@ class Fetcher:
                 continue
             for key in idle:
                 del cached.blocks[key]
-            kept = sorted(cached.places[key].span for key in cached.blocks)
-            free_from = 0
-            for start, end in [*kept, (cached.segment.nbytes, cached.segment.nbytes)]:
-                punch(cached.segment.path, free_from, start)
-                free_from = end
+            self._free_rest(cached)
             self.arena.charge(cached.segment.token, allocated(cached.segment.path))
+
+    def _free_rest(self, cached: Cached) -> None:
+        """Gives back what is in the segment beside its blocks."""
+        kept = sorted(cached.places[key].span for key in cached.blocks)
+        free_from = 0
+        for start, end in [*kept, (cached.segment.nbytes, cached.segment.nbytes)]:
+            punch(cached.segment.path, free_from, start)
+            free_from = end
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,3 +106,12 @@ def test_a_batch_is_never_smaller_than_what_one_span_may_touch() -> None:
     assert plans.batch_limit(512 * MIB) == 64 * MIB
     assert plans.batch_limit(256 * MIB) == 32 * MIB
     assert plans.batch_limit(1) == 2 * BLOCK_NBYTES + PAGES
+
+
+def test_an_opaque_item_is_asked_for_once_however_many_reads_it_has() -> None:
+    places = [plans.Place(0, number, Item(at=number * MIB, raw_at=number * MIB, nbytes=MIB)) for number in range(2)]
+    reads = [plans.Read(None, place, None, [(0, MIB)], last=True) for place in places for _ in range(100)]  # type: ignore[arg-type]
+    (batch,) = plans.batches(reads, 2 * (MIB + PAGES))
+    want = batch.want()
+    assert (list(want.items), list(want.starts), list(want.ends)) == ([0, 1], [0, 0], [MIB, MIB])
+    assert len(batch.reads) == 200

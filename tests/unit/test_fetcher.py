@@ -113,6 +113,11 @@ def container(nbytes: int) -> bytes:
     return made.getvalue()
 
 
+def flipped(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
 def stock(tmp_path: Path, *items: bytes) -> Stock:
     """A checkpoint of these objects, o0, o1 and so on, in one file."""
     id, names, storage, at = CheckpointId.parse("step-1"), [], {}, 0
@@ -128,9 +133,13 @@ def stock(tmp_path: Path, *items: bytes) -> Stock:
 
 def run(shm_dir: Path, store: LocalStore, scenario: Callable[[Fetcher], object], memory: int = 64 * MIB) -> None:
     async def inside() -> None:
-        arena = Arena(
-            shm_dir, memory, victims=lambda: [(token, False) for token in fetcher.victims()], evicted=lambda t: fetcher.evicted(t)
-        )
+        def victims() -> list[tuple[str, bool]]:
+            return [(token, False) for token in fetcher.victims()]
+
+        def evicted(token: str) -> None:
+            fetcher.evicted(token)
+
+        arena = Arena(shm_dir, memory, victims=victims, evicted=evicted)
         with ThreadPoolExecutor(4) as threads:
             fetcher = Fetcher(store, arena, threads)
             await scenario(fetcher)  # type: ignore[misc]
@@ -180,13 +189,13 @@ def test_an_item_that_comes_garbled_is_read_again_and_one_that_stays_so_is_never
     found = stock(tmp_path, *whole)
 
     async def scenario(fetcher: Fetcher) -> None:
-        store.spoil = lambda count, data: bytes(len(data)) if count == 1 else data
+        store.spoil = lambda count, data: flipped(data) if count == 1 else data
         assert await fetched(fetcher, found, number) == [whole[number]]
 
-        fetcher.give_up_unread()
-        for cached in fetcher.cached.values():
-            cached.blocks.clear()
-        store.spoil = lambda _count, data: data[:-30] + bytes([data[-30] ^ 1]) + data[-29:]
+        for token in fetcher.victims():
+            fetcher.arena.drop(token)
+            fetcher.evicted(token)
+        store.spoil = lambda _count, data: flipped(data)
         with pytest.raises(errors.Corrupt, match=f"step-1/f: 'o{number}' .* is damaged"):
             await fetched(fetcher, found, number)
         assert not any(cached.blocks or cached.pins for cached in fetcher.cached.values())
