@@ -10,7 +10,7 @@ venv: $(READY)
 
 $(READY): pyproject.toml constraints.txt ckptd/__init__.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,client,s3,worker]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,client,s3,gcs,worker]'
 	touch $@
 
 # Trains, kills, resumes at other world sizes, and has stock DCP read the result.

@@ -153,7 +153,10 @@ class BucketStore:
             with translated(f"{what} {key} in {self._url}", missing=missing):
                 yield
         except (StoreError, Unavailable) as exc:
-            if credentials_refused(exc.__cause__) and self._bucket.renew() and self._worked:
-                raise Unavailable(f"{exc}; they worked before: fresh ones are looked for where these came from") from exc.__cause__
-            raise
+            if not credentials_refused(exc.__cause__):
+                raise
+            self._bucket.renew()
+            if not self._worked:
+                raise
+            raise Unavailable(f"{exc}; they were taken before, and are looked for anew where they came from") from exc.__cause__
         self._worked = True

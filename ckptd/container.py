@@ -124,23 +124,24 @@ def _directory(read: Read, nbytes: int) -> tuple[int, int, int]:
 
 def _records(read: Read, start: int, end: int) -> Iterator[_Record]:
     """The entries of the directory, some of it at a time."""
-    held, at = b"", start
-    while held or at < end:
-        if len(held) < _CENTRAL.size + 3 * _MAX16 and at < end:
+    held, here, at = b"", 0, start
+    while here < len(held) or at < end:
+        if len(held) - here < _CENTRAL.size + 3 * _MAX16 and at < end:
             upto = min(end, at + PIECE_NBYTES)
-            held, at = held + bytes(read(at, upto)), upto
-        if len(held) < _CENTRAL.size:
+            held, here, at = held[here:] + bytes(read(at, upto)), 0, upto
+        if len(held) - here < _CENTRAL.size:
             raise Corrupt("its directory is cut short")
-        fields = _CENTRAL.unpack_from(held)
+        fields = _CENTRAL.unpack_from(held, here)
         magic, _, _, flags, method, _, _, crc, stored_nbytes, nbytes, name_nbytes, *extra_nbytes, disk, _, attributes, offset = fields
-        name_end = _CENTRAL.size + name_nbytes
+        name_at = here + _CENTRAL.size
+        name_end = name_at + name_nbytes
         extra_end = name_end + extra_nbytes[0]
         entry_end = extra_end + extra_nbytes[1]
         if magic != _CENTRAL_MAGIC or entry_end > len(held) or flags & _ENCRYPTED or attributes & _IS_DIRECTORY or disk:
             raise Corrupt("its directory is damaged")
         nbytes, stored_nbytes, offset = _sizes64(held[name_end:extra_end], nbytes, stored_nbytes, offset)
-        yield _Record(held[_CENTRAL.size : name_end], method, crc, nbytes, stored_nbytes, offset)
-        held = held[entry_end:]
+        yield _Record(held[name_at:name_end], method, crc, nbytes, stored_nbytes, offset)
+        here = entry_end
 
 
 def _sizes64(extra: bytes, *values: int) -> tuple[int, ...]:

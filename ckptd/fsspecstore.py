@@ -157,9 +157,10 @@ class FsspecStore:
         try:
             listed = self._fs.ls(directory, detail=True)
         except (FileNotFoundError, NotADirectoryError):
-            if may_be_missing:
-                return
-            raise
+            if not may_be_missing:
+                raise
+            self._fs.info(self._root)  # raises if the root is missing, too: then nobody knows what is in the store
+            return
         # Some list a file, or the directory itself, as its own content.
         yield from (found for found in listed if found["name"].startswith(f"{directory}/") and found["name"].rstrip("/") != directory)
 

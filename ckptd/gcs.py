@@ -122,10 +122,9 @@ class Bucket:
         """Nothing to do: GCS does not list uploads, and forgets them after a week."""
         return 0
 
-    def renew(self) -> bool:
+    def renew(self) -> None:
         """Has the next call look for credentials anew."""
         self._connected = False
-        return True
 
     def call(self, method: str, path: str, **arguments: Any) -> tuple[Mapping[str, str], bytes]:
         """One request, tried again by gcsfs while it may pass: headers and body of the answer."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ckptd import errors, stock
+from ckptd import blockcheck, errors, stock
 from ckptd.attempt import Attempt
 from ckptd.fetcher import Fetcher
 from ckptd.ledger import Ledger
@@ -27,7 +27,6 @@ from ckptd.segment import Segment
 from ckptd.stock import Seen, Stock
 from ckptd.table import write_range
 from ckptd.v1.manifest_pb2 import Manifest
-from ckptd.verify import misplaced
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -136,10 +135,11 @@ class Indexes:
                 pickle = await self._run(self.ledger.metadata_pickle, entry, found)
             except errors.NotFound as exc:
                 raise errors.LeaseLost(f"{checkpoint} was saved again or deleted since it was resolved: load again") from exc
-            wrong = await self._run(misplaced, self.fetcher.store, checkpoint, found, here)
+            sizes = await self._run(blockcheck.sizes, self.fetcher.store, checkpoint)
+            wrong = [text for number, text in blockcheck.misplaced(checkpoint, found, sizes).items() if number not in here]
             if wrong:
                 await self.same(checkpoint, name)  # what was deleted or replaced meanwhile is no damage
-                raise errors.Corrupt(f"{'; '.join(list(wrong.values())[:3])}; load another checkpoint")
+                raise errors.Corrupt(f"{'; '.join(wrong[:3])}; load another checkpoint")
         parts = [pickle, *(shard.table.SerializeToString() for shard in found.shards)]
         whole = b"".join(parts)
         deadline = asyncio.get_running_loop().time() + INDEX_SECONDS

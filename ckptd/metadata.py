@@ -13,24 +13,26 @@ writes it is Corrupt.
 
 from __future__ import annotations
 
+import gc
 import re
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
-from ckptd import inert
+from ckptd import idioms, inert, unpickler
 from ckptd.errors import Corrupt, InvalidRequest
+from ckptd.vocabulary import FILESYSTEM, METADATA, PLAIN, dtype_name, is_known
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 _T = TypeVar("_T")
 
 #: How much of the end of a ``.metadata`` `save_id` has to see.
 TAIL_NBYTES: Final = 512
 
-_METADATA: Final = "torch.distributed.checkpoint.metadata"
-_FILESYSTEM: Final = "torch.distributed.checkpoint.filesystem"
+#: So many different sizes may have one hash, which by chance never happens.
+_ALIKE: Final = 16
 _SAVE_ID = re.compile(r"[0-9A-Za-z]{1,80}-[0-9A-Za-z]{1,80}\.manifest")
 # The last thing in a spliced file: the key, the name, SETITEMS, BUILD (StorageMeta), SETITEM, BUILD (Metadata), STOP.
 _ENDING = re.compile(rb"X\x07\0\0\0save_idX(.)\0\0\0([0-9A-Za-z]+-[0-9A-Za-z]+\.manifest)ubsb\.\Z", re.DOTALL)
@@ -70,9 +72,9 @@ _FILE_SLOTS: Final = 10
 
 def _storage_data(placed: Iterable[Placed], descriptors: Sequence[str]) -> Iterable[bytes]:
     shared = [
-        _global(_METADATA, "MetadataIndex"),
+        _global(METADATA, "MetadataIndex"),
         _global("torch", "Size"),
-        _global(_FILESYSTEM, "_StorageInfo"),
+        _global(FILESYSTEM, "_StorageInfo"),
         *(_text(key) for key in (b"fqn", b"offset", b"index", b"relative_path", b"length", b"transform_descriptors")),
         b"](" + b"".join(_text(one.encode()) for one in descriptors) + b"e",
     ]
@@ -95,7 +97,7 @@ def _storage_data(placed: Iterable[Placed], descriptors: Sequence[str]) -> Itera
 
 
 def _storage_meta(checkpoint_id: str, save_id: str) -> Iterable[bytes]:
-    yield b"}" + _text(b"storage_meta") + _global(_METADATA, "StorageMeta") + b")\x81}("
+    yield b"}" + _text(b"storage_meta") + _global(METADATA, "StorageMeta") + b")\x81}("
     yield _text(b"checkpoint_id") + _text(checkpoint_id.encode("utf-8", "surrogatepass"))
     yield _text(b"load_id") + b"N" + _text(b"modules") + b"]"
     yield _text(b"save_id") + _text(save_id.encode()) + b"ubsb"
@@ -140,8 +142,7 @@ def save_id(tail: bytes) -> str | None:
     return found.group(2).decode()
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(NamedTuple):
     """A tensor of a checkpoint: torch's dtype without the module, shape and chunks ``(offsets, sizes)`` in elements."""
 
     fqn: bytes
@@ -150,8 +151,7 @@ class Tensor:
     chunks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredAt:
+class StoredAt(NamedTuple):
     """Where an item is stored: `length` bytes at `offset` of `file`, which is relative to the checkpoint's directory."""
 
     file: str
@@ -176,40 +176,14 @@ def read(data: bytes) -> Contents:
     Raises Corrupt for everything else; names the global if it is one that DCP's
     metadata never has. File names that lead out of the checkpoint are Corrupt too.
     """
-    return _Reader(len(data)).contents(inert.load(data, _is_known))
-
-
-_PATHS: Final = {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
-# Sets and bytes below protocol 4; members of enums by some Pythons. Only the names are kept.
-_BUILTINS: Final = {"set", "frozenset", "getattr", "list", "dict", "tuple", "int", "str"}
-_KNOWN: Final[dict[str, set[str]]] = {
-    "torch": {"Size", "device", "strided", "contiguous_format", "channels_last", "preserve_format"},
-    "torch.serialization": {"_get_layout"},
-    _FILESYSTEM: {"_StorageInfo", "_StoragePrefix"},
-    _METADATA: {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    # Where TensorProperties lived before torch 2.3.
-    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
-    "collections": {"OrderedDict", "defaultdict", "deque"},
-    "pathlib": _PATHS,
-    "pathlib._local": _PATHS,
-    "builtins": _BUILTINS,
-    "__builtin__": _BUILTINS,
-    "_codecs": {"encode"},
-}
-_DTYPE = re.compile(r"bool|(?:bfloat|float|complex|int|uint|qint|quint|bits)\d[0-9a-z_]*")
-
-
-def _is_known(module: str, name: str) -> bool:
-    return name in _KNOWN.get(module, ()) or (module == "torch" and _DTYPE.fullmatch(name) is not None)
+    # Millions of objects are made and none is garbage: looking for some again and again takes longer than the reading.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return _Reader(len(data)).read(data)
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _Reader:
@@ -217,61 +191,81 @@ class _Reader:
 
     def __init__(self, nbytes: int) -> None:
         self.left = 4 * nbytes
+        self.sizes: dict[int, list[tuple[int, ...]]] = {}
+        self.files: set[str] = set()
 
-    def contents(self, root: Any) -> Contents:
-        state = _state(root, "Metadata")
+    def read(self, data: bytes) -> Contents:
+        known = idioms.Idioms(self.size, dtype_name).by_class()
+        state = _state(unpickler.load(data, is_known, PLAIN, known), "Metadata")
         tensors, objects = [], []
-        for fqn, entry in _mapping(state.get("state_dict_metadata"), "state_dict_metadata").items():
-            if _class_of(entry) == "BytesStorageMetadata":
-                objects.append(_fqn(fqn))
+        for key, entry in _consumed(state.get("state_dict_metadata"), "state_dict_metadata"):
+            fqn = _fqn(key)
+            if type(entry) is inert.Record and entry.callee.name == "BytesStorageMetadata":
+                objects.append(fqn)
             else:
-                tensors.append(self.tensor(_fqn(fqn), entry))
+                tensors.append(Tensor(fqn, *(entry if type(entry) is idioms.Entry else self.entry(fqn, entry))))
         storage = {}
         if state.get("storage_data") is not None:
-            storage = dict(self.stored(key, value) for key, value in _mapping(state["storage_data"], "storage_data").items())
+            for key, info in _consumed(state["storage_data"], "storage_data"):
+                storage[self.index(key)] = self.place(info)
         return Contents(tensors, objects, storage, self.save_id(state.get("storage_meta")))
 
-    def tensor(self, fqn: bytes, entry: Any) -> Tensor:
+    def entry(self, fqn: bytes, entry: Any) -> idioms.Entry:
         state = _state(entry, "TensorStorageMetadata")
         chunks = []
         for chunk in _of(list, state.get("chunks"), "chunks"):
             self.spend(1)
             fields = _state(chunk, "ChunkStorageMetadata")
             chunks.append((self.size(fields.get("offsets")), self.size(fields.get("sizes"))))
-        dtype = _dtype(state.get("properties"))
-        if type(dtype) is not inert.Global or dtype.module != "torch" or not _DTYPE.fullmatch(dtype.name):
+        dtype = dtype_name(_dtype(state.get("properties")))
+        if dtype is None:
             raise Corrupt(f"the metadata of {fqn[:80]!r} has no dtype")
-        return Tensor(fqn, dtype.name, self.size(state.get("size")), tuple(chunks))
+        return idioms.Entry(dtype, self.size(state.get("size")), tuple(chunks))
 
-    def stored(self, key: Any, value: Any) -> tuple[tuple[bytes, tuple[int, ...] | None], StoredAt]:
-        index, info = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
-        offset = index.get("offset")
-        file = _of(str, info.get("relative_path"), "a file's name")
-        if any(part in ("", ".", "..") for part in file.split("/")):
-            raise Corrupt(f"the metadata names the file {file[:80]!r}, which is not inside the checkpoint")
-        descriptors = info.get("transform_descriptors") or []
+    def index(self, key: Any) -> tuple[bytes, tuple[int, ...] | None]:
+        if type(key) is inert.Key and type(key.value) is idioms.Index:
+            return _fqn(key.value.fqn), key.value.offset
+        state = _state(key, "MetadataIndex")
+        offset = state.get("offset")
+        return _fqn(state.get("fqn")), None if offset is None else self.size(offset)
+
+    def place(self, info: Any) -> StoredAt:
+        if type(info) is not idioms.Place:
+            state = _state(info, "_StorageInfo")
+            info = idioms.Place(*map(state.get, ("relative_path", "offset", "length", "transform_descriptors")))
+        descriptors = info.descriptors or ()
         if type(descriptors) not in (list, tuple):
             raise Corrupt("the metadata has transform descriptors that are no list")
         self.spend(1 + len(descriptors))
-        names = tuple(_of(str, one, "a descriptor") for one in descriptors)
-        place = StoredAt(file, self.count(info.get("offset")), self.count(info.get("length")), names)
-        return (_fqn(index.get("fqn")), None if offset is None else self.size(offset)), place
+        names = tuple([_of(str, one, "a descriptor") for one in descriptors])
+        return StoredAt(self.file(info.file), _count(info.offset), _count(info.length), names)
+
+    def file(self, name: Any) -> str:
+        if type(name) is not str or name not in self.files:
+            _of(str, name, "a file's name")
+            if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
+                raise Corrupt(f"the metadata names the file {name[:80]!r}, which is not inside the checkpoint")
+            self.files.add(name)
+        return cast("str", name)
 
     def save_id(self, meta: Any) -> str | None:
         found = None if meta is None else _state(meta, "StorageMeta").get("save_id")
         return found if type(found) is str and _SAVE_ID.fullmatch(found) else None
 
     def size(self, value: Any) -> tuple[int, ...]:
-        if _class_of(value) == "Size" and len(value.args) == 1:
-            value = value.args[0]
+        """A shape or an offset; equal ones are one object. Whoever hashes them need not fear ones that were made to collide."""
         dims = _of(tuple, value, "a size")
         self.spend(len(dims))
-        return tuple(self.count(dim) for dim in dims)
-
-    def count(self, value: Any) -> int:
-        if type(value) is not int or not 0 <= value < 1 << 63:
-            raise Corrupt("the metadata has a size or position that is no number")
-        return value
+        for dim in dims:
+            _count(dim)
+        alike = self.sizes.setdefault(hash(dims), [])
+        for one in alike:
+            if one == dims:
+                return one
+        if len(alike) == _ALIKE:
+            raise Corrupt("the metadata has sizes whose hashes are all the same")
+        alike.append(dims)
+        return dims
 
     def spend(self, amount: int) -> None:
         self.left -= amount
@@ -279,8 +273,25 @@ class _Reader:
             raise Corrupt("the metadata describes more chunks than its length allows")
 
 
-def _class_of(value: Any) -> str | None:
-    return value.callee.name if type(value) is inert.Record else None
+def _consumed(value: Any, what: str) -> Iterator[tuple[Any, Any]]:
+    """The entries of a mapping, each freed when the next one is asked for: all at once would stop the whole process."""
+    if type(value) is inert.Record and value.callee.name in ("OrderedDict", "defaultdict"):
+        entries, value.entries = value.entries or [], None
+    else:
+        entries = list(_of(dict, value, what).items())
+        value.clear()
+    entries.reverse()
+    while entries:
+        entry = entries.pop()
+        if type(entry) is not tuple or len(entry) != 2:
+            raise Corrupt(f"the metadata has an entry of {what} that is no key with a value")
+        yield entry
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise Corrupt("the metadata has a size or position that is no number")
+    return value
 
 
 def _of(kind: type[_T], value: Any, what: str) -> _T:
@@ -289,25 +300,19 @@ def _of(kind: type[_T], value: Any, what: str) -> _T:
     return value
 
 
-def _state(record: Any, name: str) -> dict[Any, Any]:
-    if _class_of(record) != name:
+def _state(record: Any, name: str) -> dict[str, Any]:
+    if type(record) is not inert.Record or record.callee.name != name:
         raise Corrupt(f"the metadata has no {name} where one should be")
     return {} if record.state is None else _of(dict, record.state, name)
 
 
 def _dtype(properties: Any) -> Any:
-    if _class_of(properties) != "TensorProperties":
+    if type(properties) is not inert.Record or properties.callee.name != "TensorProperties":
         raise Corrupt("the metadata of a tensor has no properties")
     fields = properties.state
     if type(fields) is dict:
         return fields.get("dtype")
     return fields[0] if type(fields) is tuple and fields else None
-
-
-def _mapping(value: Any, what: str) -> Mapping[Any, Any]:
-    if _class_of(value) in ("OrderedDict", "defaultdict"):
-        value = dict(value.entries)
-    return _of(dict, value, what)
 
 
 def _fqn(value: Any) -> bytes:

@@ -20,7 +20,7 @@ from ckptd.attempt import Attempt, checkpoint_of
 from ckptd.fetcher import Blocks, Fetcher
 from ckptd.index import Index, Indexes
 from ckptd.ledger import Ledger
-from ckptd.model import CheckpointId, metadata_key
+from ckptd.model import CheckpointId
 from ckptd.node import Node
 from ckptd.questions import Questions
 from ckptd.scan import Entry
@@ -205,8 +205,7 @@ class Restore:
             if attempt is not None:
                 line = checkpoint_of(attempt)
             else:
-                line = await self._line(await self.indexes.same(checkpoint, name))
-                line.summary.attempt = name
+                line = await self._opened(checkpoint, name)
             index = await self.indexes.open(checkpoint, name, attempt)
         except BaseException:
             if attempt is not None:
@@ -219,19 +218,6 @@ class Restore:
     def reading(self) -> set[str]:
         """What is being read at this moment: attempts, and ids of stock checkpoints."""
         return set(+self.readers)
-
-    async def files(self, line: Checkpoint) -> list[str]:
-        """Names of the data files of a durable checkpoint; none if it is only in memory."""
-        if line.state != Checkpoint.DURABLE:
-            return []
-        found = await self.indexes.contents(CheckpointId.parse(line.summary.id), line.summary.attempt)
-        if isinstance(found, Stock):
-            return found.files
-        return [shard.file for shard in found.shards if shard.file]
-
-    async def stock(self, checkpoint: CheckpointId) -> bytes:
-        """The `.metadata` of a checkpoint that DCP itself wrote."""
-        return await self._run(self.fetcher.store.get, metadata_key(checkpoint))
 
     def close(self) -> None:
         """Gives the index segments back."""
@@ -258,6 +244,15 @@ class Restore:
         here = self.node.catalog.latest(target)
         hint = f"; memory holds {here.id}: load it by its id if you know that it is the newest" if here is not None else ""
         raise type(error)(f"the newest checkpoint is not known while the store cannot be read: {error}{hint}") from error
+
+    async def _opened(self, checkpoint: CheckpointId, name: str) -> Checkpoint:
+        """What only the store has. Ours never changes: all readers of it together ask the store once."""
+        found = await self.indexes.contents(checkpoint, name)
+        if isinstance(found, Manifest) and found.summary.id == str(checkpoint):
+            return Checkpoint(summary=found.summary, state=Checkpoint.DURABLE)
+        line = await self._line(await self.indexes.same(checkpoint, name))
+        line.summary.attempt = name
+        return line
 
     async def _line(self, entry: Entry) -> Checkpoint:
         line = (await self._durable([entry]))[0]

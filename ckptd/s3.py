@@ -124,16 +124,13 @@ class Bucket:
             Upload(self, upload["Key"], upload["UploadId"]).abort()
         return len(old)
 
-    def renew(self) -> bool:
-        """Looks for credentials anew where botocore finds them; False if they were given as options and are what they are."""
-        if self._fs.key is not None or self._fs.anon:
-            return False
+    def renew(self) -> None:
+        """Looks for credentials anew where botocore finds them, unless they were given as options and are what they are."""
         now = time.monotonic()
-        if now - self._renewed >= _RENEWAL_SECONDS:
+        if self._fs.key is None and not self._fs.anon and now - self._renewed >= _RENEWAL_SECONDS:
             self._renewed = now
             with contextlib.suppress(Exception):  # then the old ones are tried again
                 self._fs.connect(refresh=True)
-        return True
 
     def call(self, operation: str, **arguments: Any) -> Any:
         """One of S3's operations on this bucket; ends."""

@@ -13,21 +13,19 @@ from typing import Any
 
 import grpc
 
-from ckptd import __version__, contents, errors
+from ckptd import __version__, errors, inspection
 from ckptd.attempt import checkpoint_of
 from ckptd.fallback import Fallback
 from ckptd.index import Piece
-from ckptd.metadata import read as read_metadata
 from ckptd.model import CheckpointId, parse_run, parse_target
 from ckptd.node import Node
 from ckptd.restore import Restore
 from ckptd.retention import Policy
 from ckptd.segment import Segment
-from ckptd.table import read_range
 from ckptd.upkeep import Upkeep
 from ckptd.v1 import daemon_pb2 as pb
 from ckptd.v1.daemon_pb2_grpc import DaemonServicer
-from ckptd.v1.manifest_pb2 import Receipt, Table
+from ckptd.v1.manifest_pb2 import Receipt
 from ckptd.verifier import Verifier
 
 log = logging.getLogger(__name__)
@@ -37,8 +35,6 @@ KIND_KEY = "ckptd-kind"
 ANSWER_BEFORE_SECONDS = 0.5
 #: Headers have bounds of their own; a longer message would replace itself by a protocol error.
 LONGEST_MESSAGE = 4_000
-#: A reply is sent when it has grown to this; gRPC takes 4 MiB.
-REPLY_NBYTES = 1024 * 1024
 #: Verdicts of a prune per reply: far below gRPC's 4 MiB.
 VERDICTS_PER_REPLY = 5_000
 #: A want waits this long for memory.
@@ -164,30 +160,32 @@ class Service(DaemonServicer):
             yield line
 
     async def Show(self, request: pb.ShowRequest, context: Context) -> AsyncIterator[pb.ShowReply]:
-        line = await self.restore.resolve(parse_target(request.id), to_open=False)
+        target = parse_target(request.id)
+        try:
+            line = await self.restore.resolve(target, to_open=False)
+        except errors.NotFound as exc:
+            found = await self.restore.checkpoints(target.run) if isinstance(target, CheckpointId) else []
+            for line in found:
+                if line.summary.id == str(target):
+                    raise errors.NotFound(f"{target} is {pb.Checkpoint.State.Name(line.state).lower()}: {line.reason}") from exc
+            raise
         checkpoint = CheckpointId.parse(line.summary.id)
-        tables: list[Table] = []
-        if line.stock:
-            pickle = await self.restore.stock(checkpoint)
+        if line.state == pb.Checkpoint.DURABLE:
+            store, ledger = self.restore.fetcher.store, self.restore.ledger
+
+            def from_store() -> list[pb.ShowReply]:
+                return inspection.stored(store, ledger, ledger.find(checkpoint)).replies()
+
+            replies = await asyncio.get_running_loop().run_in_executor(self.restore.threads, from_store)
         else:
             source = await self.restore.open(checkpoint, line.summary.attempt)
             try:
-                pickle, *encoded = await asyncio.to_thread(lambda: [read_piece(p) for p in (source.index.metadata, *source.index.tables)])
+                tables = [(part.segment.path, part.at, part.nbytes) for part in source.index.tables]
+                replies = await asyncio.to_thread(lambda: inspection.held(line, tables).replies())
             finally:
                 source.close()
-            tables = await asyncio.to_thread(lambda: [Table.FromString(one) for one in encoded])
-        found = await asyncio.to_thread(read_metadata, pickle)
-        files = contents.files(found) if line.stock else await self.restore.files(line)
-        tensors = await asyncio.to_thread(contents.lines, found, tables)
-        yield pb.ShowReply(checkpoint=line, files=files)
-        reply, nbytes = pb.ShowReply(), 0
-        for tensor in tensors:
-            reply.tensors.append(tensor)
-            nbytes += tensor.ByteSize()
-            if nbytes > REPLY_NBYTES:
-                yield reply
-                reply, nbytes = pb.ShowReply(), 0
-        yield reply
+        for reply in replies:
+            yield reply
 
     async def Prune(self, request: pb.PruneRequest, context: Context) -> AsyncIterator[pb.PruneReply]:
         rules = [request.HasField(name) for name in ("keep_last", "keep_every", "keep_within_seconds")]
@@ -245,11 +243,6 @@ def describe(segment: Segment) -> pb.Segment:
 def piece(part: Piece) -> pb.LoadReply.Piece:
     """A part of a segment as the wire shows it."""
     return pb.LoadReply.Piece(segment=describe(part.segment), at=part.at, nbytes=part.nbytes)
-
-
-def read_piece(part: Piece) -> bytes:
-    """Its bytes."""
-    return read_range(part.segment.path, part.at, part.nbytes)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs

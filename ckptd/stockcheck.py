@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
 
 from ckptd import container, contents, zstream
+from ckptd.blockcheck import Check, Found, Tell
 from ckptd.blocks import REQUEST_NBYTES
 from ckptd.errors import Corrupt
 from ckptd.items import Window
 from ckptd.metadata import Contents
 from ckptd.model import CheckpointId, data_key
 from ckptd.store import Store
-
-#: Says that so many stored bytes more have been looked at.
-Tell: TypeAlias = Callable[[int], None]
 
 #: The end of an item's content that is kept while it is decoded: where the directory is, and of most items all.
 _KEPT_NBYTES: Final = 32 * 1024 * 1024
@@ -37,18 +35,6 @@ NO_ITEM: Final = "bytes that belong to no item: {}"
 NO_CRC: Final = "records without a CRC-32, whose bytes could not be checked: {}"
 NO_CONTAINER: Final = "items that are not what torch.save writes today, whose bytes could not be checked: {}"
 NO_CODEC: Final = "items stored in a way that is not known here, whose bytes could not be checked: {}"
-
-
-@dataclass(slots=True)
-class Found:
-    """What was found: damage in words, and notes with the number that goes into each."""
-
-    damage: list[str] = field(default_factory=list)
-    notes: Counter[str] = field(default_factory=Counter)
-
-
-#: A part of the work, for any thread: it says how far it is, and may raise what the store raises.
-Check: TypeAlias = Callable[[Tell], Found]
 
 
 @dataclass(frozen=True, slots=True)

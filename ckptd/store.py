@@ -144,7 +144,7 @@ def exercise(store: Store) -> str:
             wrong = "it does not give back what was written: use another store"
         store.delete([key])
     except (StoreError, Unavailable) as exc:
-        raise type(exc)(f"cannot use {store.url} as a store: {exc}") from exc.__cause__
+        raise type(exc)(f"cannot use {store.url} as a store: {str(exc).partition(': ')[2] or exc}") from exc.__cause__
     except (NotFound, Corrupt) as exc:
         raise StoreError(f"cannot use {store.url} as a store: it does not give back what was written: {exc}") from exc
     if wrong:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from ckptd.blockcheck import misplaced, sizes
 from ckptd.errors import Corrupt
 from ckptd.ledger import Ledger
 from ckptd.retention import Candidate
@@ -17,7 +18,6 @@ from ckptd.scan import Entry, parallel
 from ckptd.store import Store
 from ckptd.sweeper import links
 from ckptd.v1.manifest_pb2 import Summary
-from ckptd.verify import misplaced
 
 
 def survey(store: Store, ledger: Ledger, run: str | None, busy: Callable[[Entry], str] = lambda _: "") -> list[tuple[Entry, Candidate]]:
@@ -53,7 +53,7 @@ def _lost(store: Store, ledger: Ledger, entry: Entry) -> str:
     if entry.save_id is None:
         return ""
     try:
-        return next(iter(misplaced(store, entry.id, ledger.manifest(entry)).values()), "")
+        return next(iter(misplaced(entry.id, ledger.manifest(entry), sizes(store, entry.id)).values()), "")
     except Corrupt as exc:
         return str(exc)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from ckptd import archive, errors
+from ckptd import archive, errors, manifest
 from ckptd.v1.manifest_pb2 import Item, Receipt, Table
 
 
@@ -46,7 +46,7 @@ def read_table(path: Path, receipt: Receipt) -> Table:
 
 
 def parse_table(encoded: bytes, nbytes: int) -> Table:
-    """Reads a table; InvalidRequest if its items do not lie where the layout puts them."""
+    """Reads a table; InvalidRequest unless its items lie where the layout puts them, and a manifest can have it."""
     try:
         table = Table.FromString(encoded)
     except DecodeError as exc:
@@ -64,4 +64,8 @@ def parse_table(encoded: bytes, nbytes: int) -> Table:
         at = end
     if at != table.end or table.end != nbytes:
         raise errors.InvalidRequest(f"the items of a shard end at {at}, its table says {table.end}, the shard has {nbytes} bytes")
+    try:
+        manifest.check_table(table)
+    except errors.Corrupt as exc:
+        raise errors.InvalidRequest(f"the item table of a shard is no good: {exc}") from exc
     return table

@@ -49,7 +49,7 @@ class Verifier:
                     yield reply_of(step)
             finally:
                 with suppress(RuntimeError):  # the daemon ends
-                    self.threads.submit(list, steps)  # behind the step that may still be running
+                    self.threads.submit(steps.close)  # behind the step that may still be running
 
     async def _meant(self, request: VerifyRequest) -> tuple[list[Entry], list[Attempt]]:
         """What is to be read, and what is in memory alone."""

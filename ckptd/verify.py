@@ -9,26 +9,24 @@ requests of at most 16 MiB. Writes nothing, runs no pickle. Blocking; a store th
 
 from __future__ import annotations
 
-import functools
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Final
 
 import xxhash
 
-from ckptd import codec, manifest, metadata, stockcheck
-from ckptd.blocks import REQUEST_NBYTES, StoredBlock, named, plain_block, runs
-from ckptd.codec import HASH_NBYTES, Codec
-from ckptd.errors import Corrupt, InvalidRequest, NotFound
+from ckptd import blockcheck, metadata, stockcheck
+from ckptd.blockcheck import Check, Found
+from ckptd.blocks import REQUEST_NBYTES
+from ckptd.errors import Corrupt, NotFound
 from ckptd.ledger import Ledger
-from ckptd.model import CheckpointId, data_key, manifest_key
+from ckptd.model import CheckpointId, data_key
 from ckptd.scan import Entry
-from ckptd.stockcheck import Check, Found, Tell
 from ckptd.store import Store
 from ckptd.v1.daemon_pb2 import VerifyReply
-from ckptd.v1.manifest_pb2 import Manifest, StoredShard
+from ckptd.v1.manifest_pb2 import Manifest
 
 _THREADS: Final = 2
 #: Checks under way or waiting; with their decoded blocks they bound the memory.
@@ -94,15 +92,6 @@ def is_whole(store: Store, ledger: Ledger, entry: Entry, stop: Callable[[], bool
     return ()
 
 
-def misplaced(store: Store, id: CheckpointId, contents: Manifest, but: Collection[int] = ()) -> dict[int, str]:
-    """Which shards' data files are not in the store as they were written: missing, or of another size. In words, by shard.
-
-    `but`: shards that are not looked at. One listing.
-    """
-    sizes = _sizes(store, id)
-    return {number: text for number, text in _misplaced(id, contents, sizes).items() if number not in but}
-
-
 class _Verification:
     """One verification of one checkpoint."""
 
@@ -155,7 +144,7 @@ class _Verification:
         if (now.save_id, now.metadata) != (self.entry.save_id, self.entry.metadata):
             raise _Replaced(f"{id} was saved again while it was verified")
 
-    def _carried_out(self, checks: Sequence[Check]) -> Iterator[tuple[Progress, Counter[str]]]:
+    def _carried_out(self, checks: Iterable[Check]) -> Iterator[tuple[Progress, Counter[str]]]:
         """All of them, a few at a time."""
         with ThreadPoolExecutor(_THREADS, "verify") as threads:
             ahead: deque[Future[Found]] = deque()
@@ -166,20 +155,19 @@ class _Verification:
                         ahead.append(threads.submit(check, self.read.append))
                     if not ahead:
                         return
-                    try:
-                        found = ahead[0].result(_NEWS_SECONDS)
-                    except TimeoutError:
+                    landed, _ = wait([ahead[0]], _NEWS_SECONDS)
+                    if not landed:
                         yield self.told(), Counter()
-                    else:
-                        ahead.popleft()
-                        yield self._found(found), found.notes
+                        continue
+                    found = ahead.popleft().result()
+                    yield self._found(found), found.notes
             finally:
                 for future in ahead:
                     future.cancel()
 
     # -- ours -------------------------------------------------------------------------------
 
-    def _ours(self) -> tuple[Found, list[Check]]:
+    def _ours(self) -> tuple[Found, Iterable[Check]]:
         id = self.entry.id
         found = Found()
         try:
@@ -194,23 +182,9 @@ class _Verification:
         if not self._matches(contents):
             found.damage.append(f"{self.entry.metadata.key} is damaged: it does not match the checkpoint's manifest")
         self.read.append(self.entry.metadata.nbytes)
-        sizes = _sizes(self.store, id)
-        found.damage += _misplaced(id, contents, sizes).values()
-        try:
-            used = codec.parse(contents.summary.codec)
-        except InvalidRequest as exc:
-            found.damage.append(f"{manifest_key(id, self.entry.save_id or '')}: {exc}; this version of ckptd cannot read its blocks")
-            return found, []
-        checks: list[Check] = []
-        for shard in contents.shards:
-            key = data_key(id, shard.file)
-            blocks = list(stored_blocks(shard, contents.block_nbytes))
-            found.damage += _unaccounted(key, blocks, shard.nbytes)
-            inside = [block for block in blocks if block.offset + block.length <= sizes.get(key, 0)]
-            if key in sizes and len(inside) < len(blocks):
-                found.damage.append(f"{named(blocks[len(inside)], key)} and what follows is cut off")
-            checks += [functools.partial(_check_run, self.store, key, used, run) for run in runs(inside)]
-        return found, checks
+        sizes = blockcheck.sizes(self.store, id)
+        found.damage += blockcheck.misplaced(id, contents, sizes).values()
+        return found, blockcheck.checks(self.store, id, contents, sizes)
 
     def _matches(self, contents: Manifest) -> bool:
         """Whether `.metadata` is the one that the manifest was written for."""
@@ -227,7 +201,7 @@ class _Verification:
 
     # -- stock ------------------------------------------------------------------------------
 
-    def _stock(self) -> tuple[Found, list[Check]]:
+    def _stock(self) -> tuple[Found, Iterable[Check]]:
         key = self.entry.metadata.key
         try:
             contents = metadata.read(self.store.get(key))
@@ -244,69 +218,3 @@ class _Verification:
             sizes |= {found.key.removeprefix(lead): found.nbytes for found in beside}
         self.total_nbytes += sum(sizes.get(file, 0) for file in files)
         return stockcheck.checks(self.store, self.entry.id, contents, sizes)
-
-
-def _sizes(store: Store, id: CheckpointId) -> dict[str, int]:
-    """Bytes of the data files of ours, by key."""
-    return {found.key: found.nbytes for found in store.list(f"{id}/__")}
-
-
-def _misplaced(id: CheckpointId, contents: Manifest, sizes: Mapping[str, int]) -> dict[int, str]:
-    wrong = {}
-    for number, shard in enumerate(contents.shards):
-        key = data_key(id, shard.file)
-        if not shard.file:
-            continue
-        if key not in sizes:
-            wrong[number] = f"{key} is missing from the store, although the checkpoint's manifest names it"
-        elif sizes[key] != shard.nbytes:
-            wrong[number] = f"{key} is damaged: it has {sizes[key]} bytes in the store, {shard.nbytes} were written"
-    return wrong
-
-
-def stored_blocks(shard: StoredShard, block_nbytes: int) -> Iterator[StoredBlock]:
-    """All blocks of a shard, in the order of its items."""
-    ends = manifest.item_ends(shard.table)
-    for number, (item, end, stored) in enumerate(zip(shard.table.items, ends, shard.stored, strict=True)):
-        offset = stored.offset
-        for block, (start, stop) in enumerate(manifest.block_spans(item.at, end, block_nbytes)):
-            digest = stored.hashes[HASH_NBYTES * block : HASH_NBYTES * (block + 1)]
-            yield StoredBlock((number, block), item.at + start, stop - start, offset, stored.lengths[block], digest)
-            offset += stored.lengths[block]
-
-
-def _unaccounted(key: str, blocks: Sequence[StoredBlock], nbytes: int) -> list[str]:
-    """Where the blocks leave a gap in the file, or overlap."""
-    wrong, at = [], 0
-    for block in sorted(blocks, key=lambda block: block.offset):
-        if block.offset != at:
-            how = "belong to no block" if block.offset > at else "belong to two blocks"
-            wrong.append(f"{key}: bytes {min(at, block.offset)} to {max(at, block.offset)} {how}")
-        at = max(at, block.offset + block.length)
-    if at != nbytes:
-        wrong.append(f"{key}: bytes {at} to {nbytes} belong to no block")
-    return wrong
-
-
-def _check_run(store: Store, key: str, used: Codec, run: Sequence[StoredBlock], tell: Tell) -> Found:
-    """Blocks that lie together. Bad bytes are read twice, as when they are loaded."""
-    start, end = run[0].offset, run[-1].offset + run[-1].length
-    damage: list[str] = []
-    for _ in range(2):
-        damage = []
-        try:
-            data = memoryview(store.get(key, start, end))
-        except NotFound:
-            damage.append(f"{key} is missing from the store, although the checkpoint's manifest names it")
-        except Corrupt as exc:
-            damage.append(f"{key}: bytes {start} to {end} cannot be read: {exc}")
-        else:
-            for block in run:
-                try:
-                    plain_block(used, data[block.offset - start : block.offset - start + block.length], block, key)
-                except Corrupt as exc:
-                    damage.append(str(exc))
-        if not damage:
-            break
-    tell(end - start)
-    return Found(damage)

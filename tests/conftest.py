@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from gcs import GCSServer
+from s3 import S3Server
+from worlds import CONFORMANCE, World
+
 # What the developer's shell says to the daemon or the client is not for the tests.
 for _name in [name for name in os.environ if name.startswith("CKPTD_")]:
     del os.environ[_name]
@@ -24,3 +28,24 @@ def shm_dir() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="ckptd-test-", dir="/dev/shm"))
     yield directory
     shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[World]:
+    """Four ranks that run the conformance suite's program; launched by the first call."""
+    with World(CONFORMANCE, 4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """One S3 for all tests; give each a prefix of its own."""
+    with S3Server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def gcs_server() -> Iterator[GCSServer]:
+    """One GCS for all tests; give each a prefix of its own."""
+    with GCSServer() as server:
+        yield server

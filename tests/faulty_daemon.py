@@ -6,8 +6,14 @@ that looks into the JSON file named by FAULTY_CONTROL before each object appears
     {"hold_after": k}         the first k objects appear, the next ones wait until this changes
     {"raise": "EACCES"}       every write fails with that errno; with "only", those to paths that contain it
     {"delay_seconds": s}      every object takes that long to appear
-    {"list_raises": "EIO"}    listings fail
+    {"list_raises": "EIO"}    listings fail; with "list_times", so many in this process and no more
+    {"list_log": FILE}        every listing is noted there, its path on a line
     {"list_hangs": true}      listings wait until this changes
+    {"read_raises": "EIO"}    every read fails with that errno; with "only", those of paths that contain it
+    {"read_delay_seconds": s} every read takes that long
+    {"rewrite_seconds": s}    a name that appeared less than that ago cannot be written again: 429, as GCS has it
+
+In the place of an errno's name may stand an HTTP status: {"list_raises": "503"}.
 """
 
 from __future__ import annotations
@@ -26,6 +32,16 @@ from fsspec.implementations.local import LocalFileSystem
 
 _lock = threading.Lock()
 _appeared: list[str] = []
+_appeared_at: dict[str, float] = {}
+_lists_failed: list[str] = []
+
+
+class Answered(OSError):
+    """What a service answered; shaped as botocore shapes its errors."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"HTTP {status}, told by a test")
+        self.response = {"ResponseMetadata": {"HTTPStatusCode": status}}
 
 
 def control() -> dict[str, Any]:
@@ -37,6 +53,8 @@ def control() -> dict[str, Any]:
 
 def fail_if_told(key: str) -> None:
     name = control().get(key)
+    if name and name.isdigit():
+        raise Answered(int(name))
     if name:
         number = getattr(errno, name)
         raise OSError(number, os.strerror(number))
@@ -52,10 +70,22 @@ class FaultyFileSystem(LocalFileSystem):
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
         if "r" not in mode and str(control().get("only", "")) in path:
             fail_if_told("raise")
+        if "r" in mode and str(control().get("only", "")) in path:
+            fail_if_told("read_raises")
+            time.sleep(float(control().get("read_delay_seconds", 0)))
         return super()._open(path, mode, **kwargs)
 
     def ls(self, path: str, detail: bool = False, **kwargs: Any) -> Any:
-        fail_if_told("list_raises")
+        told = control()
+        with _lock:
+            if "list_log" in told:
+                with open(told["list_log"], "a") as log:
+                    log.write(f"{path}\n")
+            failing = "list_raises" in told and len(_lists_failed) < told.get("list_times", sys.maxsize)
+            if failing:
+                _lists_failed.append(path)
+        if failing:
+            fail_if_told("list_raises")
         while control().get("list_hangs"):
             time.sleep(0.02)
         return super().ls(path, detail, **kwargs)
@@ -66,10 +96,14 @@ class FaultyFileSystem(LocalFileSystem):
             time.sleep(float(control().get("delay_seconds", 0)))
             while len(_appeared) >= control().get("hold_after", sys.maxsize):
                 time.sleep(0.02)
+            with _lock:
+                if path2 in _appeared_at and time.monotonic() - _appeared_at[path2] < control().get("rewrite_seconds", 0):
+                    raise Answered(429)
         super().mv(path1, path2, **kwargs)
         if counted:
             with _lock:
                 _appeared.append(path2)
+                _appeared_at[path2] = time.monotonic()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from ckptd import config, contents, metadata
+from ckptd import config, contents, inspection
 from ckptd.cli import documents
 from ckptd.cli.documents import Shown
 from ckptd.errors import Corrupt, NotFound, WrongPhase
@@ -56,17 +56,16 @@ class Direct:
 
     def show(self, target: str) -> Shown:
         """One checkpoint by id, ``latest`` or ``<run>/latest``; raises NotFound, Corrupt."""
-        entry = self._find(target)
+        wanted = parse_target(target)
         try:
-            pickled = metadata.read(self._store.get(entry.metadata.key))
-        except Corrupt as exc:
-            raise Corrupt(f"{entry.metadata.key} is damaged: {exc}; load another checkpoint") from exc
-        tables = [] if entry.attempt is None else [shard.table for shard in self._ledger.manifest(entry).shards]
-        return Shown(
-            checkpoint=_durable(self._ledger.summary(entry), entry),
-            tensors=contents.lines(pickled, tables),
-            files=sorted({stored.file for stored in pickled.storage.values()}),
-        )
+            entry = self._find(target)
+        except NotFound as exc:
+            reasons = dict(self._ledger.incomplete(wanted.run)) if isinstance(wanted, CheckpointId) else {}
+            if isinstance(wanted, CheckpointId) and wanted in reasons:
+                raise NotFound(f"{wanted} is incomplete: {reasons[wanted]}") from exc
+            raise
+        found = inspection.stored(self._store, self._ledger, entry)
+        return Shown(found.checkpoint, found.tensors, found.files)
 
     def wait(self, target: str, timeout_seconds: float | None) -> str | None:
         """The id once it is in the store, None if it is not after the timeout; without one looks for ever."""

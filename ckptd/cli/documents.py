@@ -18,6 +18,8 @@ from ckptd.model import CheckpointId
 from ckptd.v1 import daemon_pb2
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+#: Longer lists are not indented: Python does that one letter at a time.
+_MANY = 1000
 #: Sources of bytes that a status always names.
 _SOURCES = ("memory", "peer", "store")
 
@@ -53,8 +55,18 @@ class Verified:
 
 
 def text(document: Any) -> str:
-    """One document as JSON."""
-    return json.dumps(document, indent=2)
+    """One document as JSON, indented; of a long list in it, each element takes one line."""
+    if not isinstance(document, dict) or all(not isinstance(value, list) or len(value) <= _MANY for value in document.values()):
+        return json.dumps(document, indent=2)
+    line = json.JSONEncoder().encode
+    fields = []
+    for key, value in document.items():
+        if isinstance(value, list) and len(value) > _MANY:
+            shown = "[\n    " + ",\n    ".join([line(element) for element in value]) + "\n  ]"
+        else:
+            shown = json.dumps(value, indent=2).replace("\n", "\n  ")
+        fields.append(f"  {line(key)}: {shown}")
+    return "{\n" + ",\n".join(fields) + "\n}"
 
 
 def state(checkpoint: daemon_pb2.Checkpoint) -> str:
@@ -112,6 +124,7 @@ def shown(whole: Shown) -> dict[str, Any]:
                 "shape": list(tensor.shape),
                 "raw_bytes": tensor.raw_bytes,
                 "chunks": tensor.chunks,
+                "shards": tensor.shards,
             }
             for tensor in whole.tensors
             if tensor.dtype

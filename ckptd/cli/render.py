@@ -18,12 +18,14 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ckptd.cli import documents
+from ckptd.cli import columns, documents
 from ckptd.v1 import daemon_pb2
 
 if TYPE_CHECKING:
     from ckptd.findings import Finding
 
+#: So many rows take rich a moment; more of them are written plainly.
+_MANY = 1000
 #: Columns when nobody's terminal limits them.
 _UNLIMITED = 10_000
 _STYLES = {"durable": "green", "accepted": "cyan", "replicated": "cyan", "failed": "red", "lost": "red", "incomplete": "yellow"}
@@ -67,15 +69,24 @@ def shown(whole: documents.Shown) -> str:
         ("tags", ", ".join(f"{key}={value}" for key, value in sorted(summary.tags.items()))),
         ("files", str(len(whole.files) or "")),
     )
-    table = _table("NAME", "DTYPE", "SHAPE", "BYTES", "CHUNKS", right=("BYTES", "CHUNKS"))
-    for tensor in whole.tensors:
-        table.add_row(
-            _text(documents.name(tensor.fqn)),
-            _text(tensor.dtype or "object"),
-            Text(f"[{', '.join(map(str, tensor.shape))}]" if tensor.dtype else ""),
+    names, right = ("NAME", "DTYPE", "SHAPE", "BYTES", "CHUNKS", "SHARDS"), ("BYTES", "CHUNKS", "SHARDS")
+    rows = [
+        (
+            _plain(documents.name(tensor.fqn)),
+            _plain(tensor.dtype or "object"),
+            f"[{', '.join(map(str, tensor.shape))}]" if tensor.dtype else "",
             _size(tensor.raw_bytes),
             str(tensor.chunks or ""),
+            str(tensor.shards or ""),
         )
+        for tensor in whole.tensors
+    ]
+    if len(rows) > _MANY:
+        rule = "─" if _Page().encoding.lower().startswith("utf") else "-"
+        return _render(facts) + "\n" + columns.plain(names, rows, right=right, rule=rule)
+    table = _table(*names, right=right)
+    for row in rows:
+        table.add_row(*map(Text, row))
     return _render(facts) + "\n" + _render(table)
 
 
@@ -214,6 +225,8 @@ def _duration(seconds: float) -> str:
 
 def _plain(text: str) -> str:
     """The text with what a terminal would act upon, or cannot show, written out."""
+    if text.isprintable():
+        return text
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 

@@ -82,6 +82,8 @@ class _Unpickler(pickle.Unpickler):
 def dump(metadata: Metadata) -> bytes:
     """The pickle that the daemon completes: `metadata` with DCP's version and without anything of the storage."""
     bare = copy.copy(metadata)
+    # A key of a class of one's own (numpy's str_, an enum) that is text is that text: no class has to be known to read it.
+    bare.state_dict_metadata = {str.__str__(key): found for key, found in metadata.state_dict_metadata.items()}
     bare.version = DCP_VERSION
     bare.storage_data = None
     bare.storage_meta = None

@@ -35,7 +35,7 @@ from ckptd_client.channel import connect, warn_always
 from ckptd_client.names import checked_target
 from ckptd_client.stream import LoadStream
 from ckptd_client.strictness import Keys
-from ckptd_client.transfer import copy_bits, fqn_bytes, is_plain
+from ckptd_client.transfer import copy_bits, fqn_bytes, is_hollow, is_plain
 
 if TYPE_CHECKING:
     import os
@@ -290,6 +290,8 @@ def _target(read: plans.Read, planner: LoadPlanner, targets: dict[int, torch.Ten
         target = planner.resolve_tensor(request)
         # A detached sparse or quantised tensor does not pass new indices or scales on: it would be filled in vain.
         target = targets[id(request)] = target.detach() if is_plain(target) else target
+        if is_plain(target) and is_hollow(target):
+            raise InvalidRequest(f"{_named(request.storage_index)}: the target's storage was freed or shortened: nothing to load into")
         if target.size() != torch.Size(request.lengths):
             raise InvalidRequest(
                 f"{_named(request.storage_index)}: the target has shape {tuple(target.size())}, "

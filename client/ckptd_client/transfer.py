@@ -69,7 +69,12 @@ def key_of(write_item: WriteItem) -> str:
 
 
 def fqn_bytes(fqn: str) -> bytes:
-    """An fqn as the table has it; lone surrogates survive."""
+    """An fqn as the table has it; lone surrogates survive. Raises InvalidRequest for a key that is no text."""
+    if not isinstance(fqn, str):  # DCP makes every key text, unless its planner is told to flatten nothing
+        kind = type(fqn).__name__
+        raise InvalidRequest(
+            f"the key {fqn!r} is of type {kind}, not str: make it text, or let DCP's planner do it (flatten_state_dict=True)"
+        )
     return fqn.encode("utf-8", "surrogatepass")
 
 
@@ -79,7 +84,7 @@ def lay_out(items: Sequence[WriteItem], planner: SavePlanner) -> Layout:
     Raises InvalidRequest, naming the key, for what cannot be saved.
     """
     shard = Layout()
-    forms: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]], int] = {}
+    forms: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None], int] = {}
     # DCP's own planner looks tensors up; another may make them up, and then holding them all would be a copy of the state.
     looks_up = all(
         getattr(type(planner), name, None) is getattr(DefaultSavePlanner, name)
@@ -96,18 +101,25 @@ def lay_out(items: Sequence[WriteItem], planner: SavePlanner) -> Layout:
         source = _resolve(write_item, planner)
         if isinstance(source, torch.Tensor):
             shape, strides = tuple(source.shape), _dense_strides(source)
-            form = (source.dtype, shape, strides)
-            if form not in forms:
-                forms[form] = len(forms)
-                shard.table.forms.append(_form(write_item, *form))
+            raw = (source.dtype, shape, strides)
+            if raw not in forms:
+                forms[raw] = len(forms)
+                shard.table.forms.append(_form(write_item, *raw))
             item.kind = manifest_pb2.Item.RAW
-            item.form = forms[form]
+            item.form = forms[raw]
             item.nbytes = source.numel() * source.element_size()
             item.raw_at, at = archive.layout(at, len(shard.table.forms[item.form].pkl), item.nbytes)
             shard.pieces.append(Piece(write_item, item, source if looks_up else None))
         else:
-            is_object = write_item.type == WriteItemType.BYTE_IO
-            item.kind = manifest_pb2.Item.OPAQUE_OBJECT if is_object else manifest_pb2.Item.OPAQUE_TENSOR
+            if write_item.type == WriteItemType.BYTE_IO:
+                item.kind = manifest_pb2.Item.OPAQUE_OBJECT
+            else:
+                opaque = (*_described(write_item), None)
+                if opaque not in forms:
+                    forms[opaque] = len(forms)
+                    shard.table.forms.add(dtype=str(opaque[0]).removeprefix("torch."), shape=opaque[1])
+                item.kind = manifest_pb2.Item.OPAQUE_TENSOR
+                item.form = forms[opaque]
             item.nbytes = len(source)
             item.raw_at = at
             at += len(source)
@@ -201,6 +213,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def is_hollow(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor's storage was freed or shortened, as FSDP does with ``resize_``: to touch it would end the process."""
+    return _end_of(tensor) > tensor.untyped_storage().nbytes()
+
+
 def _resolve(write_item: WriteItem, planner: SavePlanner) -> torch.Tensor | bytes:
     """A plain tensor, or the bytes of what is opaque."""
     if write_item.type == WriteItemType.BYTE_IO:
@@ -221,7 +238,7 @@ def _resolve(write_item: WriteItem, planner: SavePlanner) -> torch.Tensor | byte
         raise InvalidRequest(f"{key_of(write_item)} is a {_named(tensor)} on the meta device or fake: it has no values to save")
     if not is_plain(tensor):
         return _opaque(write_item, tensor)
-    if _end_of(tensor) > tensor.untyped_storage().nbytes():
+    if is_hollow(tensor):
         raise InvalidRequest(
             f"{key_of(write_item)}: the tensor's storage was freed or shortened (as FSDP does with resize_): nothing to save"
         )
@@ -233,6 +250,14 @@ def _form(write_item: WriteItem, dtype: torch.dtype, shape: tuple[int, ...], str
         return form_of(dtype, shape, strides)
     except InvalidRequest as error:
         raise InvalidRequest(f"{key_of(write_item)}: {error}") from error
+
+
+def _described(write_item: WriteItem) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Dtype and shape of a chunk as DCP's metadata has them: a nested tensor or a subclass may say otherwise, or nothing."""
+    data = write_item.tensor_data
+    if data is None:
+        raise InvalidRequest(f"the planner plans the tensor {key_of(write_item)} without its dtype and shape")
+    return data.properties.dtype, tuple(data.chunk.sizes)
 
 
 def _opaque(write_item: WriteItem, tensor: torch.Tensor) -> bytes:
