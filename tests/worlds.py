@@ -38,6 +38,8 @@ class World:
 
     def call(self, function: str, *, seconds: float = 100.0, **arguments: Any) -> list[Any]:
         """Runs a function of the program on all ranks; what it returned, by rank. Fails with what failing ranks said."""
+        if any(rank.poll() is not None for rank in self.ranks):
+            self.stop()
         if not self.ranks:
             self._launch()
         for rank in self.ranks:
