@@ -18,6 +18,7 @@ import dataclasses
 import inspect
 import io
 import operator
+import re
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -315,7 +316,9 @@ def _unpacked(data: bytes, index: MetadataIndex) -> torch.Tensor:
     except (EOFError, OSError, RuntimeError) as error:
         raise Corrupt(f"{_named(index)} is not what torch.save writes: {' '.join(str(error).split())}; load another checkpoint") from error
     except Exception as error:
-        reason = " ".join(str(error).split())
+        # torch's own text also advises to load without any check.
+        refused = re.search(r"GLOBAL (\S+) (?:was not an allowed global|whose module)", str(error))
+        reason = f"it contains {refused.group(1)}" if refused else " ".join(str(error).partition("WeightsUnpickler error:")[2].split())
         raise InvalidRequest(
             f"{_named(index)} was saved as torch.save wrote it, and is not loaded unless you allow its classes with "
             f"torch.serialization.add_safe_globals: {reason}"

@@ -114,18 +114,6 @@ class Bench:
         return open_store(self.url, self.options)
 
 
-@pytest.fixture(scope="session")
-def s3_server() -> Iterator[S3Server]:
-    with S3Server() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def gcs_server() -> Iterator[GCSServer]:
-    with GCSServer() as server:
-        yield server
-
-
 @pytest.fixture(params=["local", "memory", "s3", "gcs"])
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     # Characters that mean something to fsspec's patterns, and some that are not ASCII.

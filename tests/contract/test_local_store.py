@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,6 +77,66 @@ def test_a_full_disk_may_pass_and_leaves_nothing(tmp_path: Path) -> None:
     assert lines[1:] == ["['a']", "['a', 'c']"], done.stderr
     assert "No space left on device" in lines[0]
     assert "free some space" in lines[0]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE])
+@pytest.mark.parametrize("call", ["write", "fsync", "rename"])
+def test_what_the_disk_refuses_may_pass_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
+    store = open_store(str(tmp_path))
+    store.put("step-1/.metadata", lambda: [b"old"])
+    original = getattr(os, call)
+    calls = []
+
+    def refusing(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if call == "write" and len(calls) == 1:  # the first part fits
+            return original(*arguments)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, refusing)
+    with pytest.raises(Unavailable, match=os.strerror(number)) as caught:
+        store.put("step-1/.metadata", lambda: [b"new", b"er"])
+    monkeypatch.undo()
+    assert calls
+    assert ("free some space" in str(caught.value)) == (number in (errno.ENOSPC, errno.EDQUOT))
+    assert files(tmp_path) == {"step-1", "step-1/.metadata"}
+    assert store.get("step-1/.metadata") == b"old"
+    store.put("step-1/.metadata", lambda: [b"new", b"er"])
+    assert store.get("step-1/.metadata") == b"newer"
+
+
+def test_a_directory_that_is_not_on_disk_is_told_although_the_object_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(str(tmp_path))
+
+    def refusing(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    with pytest.raises(Unavailable, match="Input/output error"):
+        store.put("step-1/.metadata", lambda: [b"new"])
+    with pytest.raises(Unavailable, match="Input/output error"):
+        open_store(str(tmp_path), retries=0).delete(["step-1/.metadata"])
+
+
+def test_what_the_disk_cannot_read_may_pass_and_is_not_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(str(tmp_path), retries=0)
+    store.put("step-1/.metadata", lambda: [b"old"])
+
+    def refusing(*_arguments: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    for name, use in (
+        ("pread", lambda: store.get("step-1/.metadata")),
+        ("scandir", lambda: [*store.list()]),
+        ("scandir", lambda: store.children("step-1")),
+        ("unlink", lambda: store.delete(["step-1/.metadata"])),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, refusing)
+            with pytest.raises(Unavailable, match="Input/output error"):
+                use()
+    assert store.get("step-1/.metadata") == b"old"
 
 
 def test_a_size_limit_is_the_operators_and_leaves_nothing(tmp_path: Path) -> None:

@@ -11,12 +11,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
 from ckptd.errors import CkptdError, Corrupt, InvalidRequest, NotFound, StoreError, Unavailable
 from ckptd.store import Store
 from ckptd.stores import open_store
+from faulty_proxy import Fault, FaultyProxy, Headers, refuse
 from s3 import S3Server
 
 MIB = 1024 * 1024
@@ -218,13 +220,115 @@ def test_an_upload_to_a_server_that_says_nothing_ends(monkeypatch: pytest.Monkey
             open_store("s3://bucket/a", options, retries=0).put("a", lambda: [b"1"])
 
 
-def test_options_reach_the_storage_package_and_unknown_ones_are_named(s3_server: S3Server) -> None:
-    with pytest.raises(StoreError, match="frobnicate"):
-        open_store(s3_server.url(), {**s3_server.options, "frobnicate": "1"}).probe()
-    with pytest.raises(InvalidRequest, match="max_concurrency"):
-        open_store(s3_server.url(), {**s3_server.options, "max_concurrency": "0"})
+def test_options_reach_the_storage_package_and_unknown_ones_are_wrong_use(s3_server: S3Server) -> None:
+    for name, value, told in (
+        ("frobnicate", "1", "'frobnicate' is unknown; known are"),
+        ("endpoint_ur", "http://x", "did you mean endpoint_url"),
+        ("max_concurrency", "0", "max_concurrency must be"),
+        ("client_kwargs", '{"verfy": false}', "client_kwargs: 'verfy' is unknown; did you mean verify"),
+        ("config_kwargs", '{"frobnicate": 1}', "frobnicate"),
+        ("config_kwargs", "text", "store-option"),
+        ("use_listings_cache", "true", "use_listings_cache"),
+    ):
+        with pytest.raises(InvalidRequest, match=told):
+            open_store(s3_server.url(), {**s3_server.options, name: value})
     # All digits, as an access key may be.
     open_store(s3_server.url("digits"), {**s3_server.options, "key": "123456789012", "secret": "1e5"}).probe()
+    open_store(s3_server.url("x"), {**s3_server.options, "client_kwargs": '{"verify": false}', "requester_pays": "true"}).probe()
+
+
+def test_an_unknown_option_ends_a_command_as_wrong_use(s3_server: S3Server) -> None:
+    command = [sys.executable, "-m", "ckptd", "list", "--store", s3_server.url(), "--store-option", "frobnicate=1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "frobnicate" in done.stderr
+
+
+class Guard:
+    """A proxy before S3 that takes the access keys it is told, and answers to others as S3 does."""
+
+    def __init__(self, proxy: FaultyProxy) -> None:
+        self.taken = ""
+        self.code = "InvalidAccessKeyId"
+        self.seen: list[str] = []
+        self.url = proxy.endpoint
+        proxy.judge = self.judge
+
+    def judge(self, _line: str, headers: Headers, _body: bytes) -> Fault | None:
+        self.seen.append(headers["Authorization"].partition("Credential=")[2].partition("/")[0])
+        return None if self.seen[-1] == self.taken else refuse(400 if self.code == "ExpiredToken" else 403, self.code)
+
+
+@pytest.fixture
+def guard(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Guard]:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, "/nowhere")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with FaultyProxy(s3_server.endpoint) as proxy:
+        yield Guard(proxy)
+
+
+@pytest.mark.parametrize("by", ["environment", "profile", "chosen profile", "option"])
+def test_credentials_come_from_the_usual_places(
+    s3_server: S3Server, guard: Guard, prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by: str
+) -> None:
+    options = {"endpoint_url": guard.url, "region_name": "us-east-1"}
+    if by == "environment":
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "one")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    elif by == "option":
+        options |= {"key": "one", "secret": "secret"}
+    else:
+        name = "default" if by == "profile" else "mine"
+        (tmp_path / "credentials").write_text(f"[{name}]\naws_access_key_id = one\naws_secret_access_key = secret\n")
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+        if by == "chosen profile":
+            options["profile"] = "mine"
+    guard.taken = "one"
+    open_store(s3_server.url(prefix), options, retries=0).probe()
+    assert {*guard.seen} == {"one"}
+
+
+def test_a_profile_that_is_not_there_is_the_operators(s3_server: S3Server, guard: Guard) -> None:
+    with pytest.raises(StoreError, match="profile"):
+        open_store(s3_server.url(), {"endpoint_url": guard.url, "profile": "nobody"}).probe()
+
+
+@pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId", "InvalidToken"])
+def test_credentials_that_end_are_read_anew_where_they_came_from(
+    s3_server: S3Server, guard: Guard, prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str
+) -> None:
+    def write(key: str) -> None:
+        (tmp_path / "credentials").write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = secret\n")
+
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    guard.code = code
+    write("one")
+    store = open_store(s3_server.url(prefix), {"endpoint_url": guard.url, "region_name": "us-east-1"}, retries=0)
+    guard.taken = "one"
+    store.put("a", lambda: [b"1"])
+    guard.taken = "two"
+    write("two")
+    with pytest.raises(Unavailable, match="taken before"):
+        store.put("b", lambda: [b"2"])
+    store.put("b", lambda: [b"2"])
+    assert [found.key for found in store.list()] == ["a", "b"]
+
+
+def test_credentials_that_were_never_taken_are_the_operators(s3_server: S3Server, guard: Guard, prefix: str) -> None:
+    store = open_store(s3_server.url(prefix), {"endpoint_url": guard.url, "region_name": "us-east-1", "key": "one", "secret": "2"})
+    with pytest.raises(StoreError, match="credentials"):
+        store.probe()
+    guard.taken = "one"
+    store.probe()
+    guard.taken = ""
+    with pytest.raises(Unavailable, match="taken before"):
+        store.put("a", lambda: [b"1"])
+    guard.code = "AccessDenied"  # it is the permission that is missing
+    with pytest.raises(StoreError, match="permit"):
+        store.put("a", lambda: [b"1"])
 
 
 def test_without_credentials_the_operator_is_told(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:

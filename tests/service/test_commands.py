@@ -72,8 +72,8 @@ def test_show_names_tensors_objects_and_files(where: list[str], daemon: DaemonPr
     whole = document("show", "latest", *where)
     assert whole["id"] == "step-1"
     assert whole["tensors"] == [
-        {"name": "model.b", "dtype": "bfloat16", "shape": [5], "raw_bytes": 10, "chunks": 1},
-        {"name": "model.w", "dtype": "float32", "shape": [3, 4], "raw_bytes": 48, "chunks": 1},
+        {"name": "model.b", "dtype": "bfloat16", "shape": [5], "raw_bytes": 10, "chunks": 1, "shards": 1},
+        {"name": "model.w", "dtype": "float32", "shape": [3, 4], "raw_bytes": 48, "chunks": 1, "shards": 1},
     ]
     assert [one["name"] for one in whole["objects"]] == ["note"]
     assert whole["objects"][0]["raw_bytes"] > 0

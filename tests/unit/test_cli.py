@@ -200,7 +200,7 @@ def test_show_json_has_the_fields_of_list_and_what_is_in_it(daemon: Played, caps
     assert main(["show", "step-9", "--json"]) == 0
     whole = json.loads(capsys.readouterr().out)
     assert whole["id"] == "step-9"
-    assert whole["tensors"] == [{"name": "w", "dtype": "float32", "shape": [2, 3], "raw_bytes": 24, "chunks": 2}]
+    assert whole["tensors"] == [{"name": "w", "dtype": "float32", "shape": [2, 3], "raw_bytes": 24, "chunks": 2, "shards": 0}]
     assert whole["objects"] == [{"name": "\ud800\x1b[31m", "raw_bytes": 5}]
     assert whole["files"] == ["a", "b"]
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptd import archive, codec, inert, manifest, metadata
+from ckptd import archive, codec, manifest, metadata, unpickler
 from ckptd.errors import Corrupt, InvalidRequest
 from ckptd.metadata import Placed
 from ckptd_client.forms import form_of
@@ -438,14 +438,19 @@ def test_any_bytes_are_corrupt(data: bytes) -> None:
 
 
 def test_more_than_the_limit_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inert, "LIMIT_NBYTES", 100)
+    monkeypatch.setattr(unpickler, "LIMIT_NBYTES", 100)
     with pytest.raises(Corrupt, match="too large"):
         metadata.read(pickle.dumps(Metadata({}, planner_data="x" * 100)))
 
 
-def test_every_opcode_that_the_c_pickler_writes_is_known() -> None:
+def test_every_opcode_that_the_c_pickler_writes_is_known_and_no_other() -> None:
     # Those that only hand-made pickles, protocols 0 and 1, or features that metadata cannot have use.
-    unused = {"PERSID", "BINPERSID", "EXT1", "EXT2", "EXT4", "BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "INST", "OBJ", "STOP"}
+    unused = {"PERSID", "BINPERSID", "EXT1", "EXT2", "EXT4", "BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "INST", "OBJ"}
     unused |= {"INT", "LONG", "STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "FLOAT", "LIST", "DICT", "PUT", "GET"}
-    known = {one.name for one in pickletools.opcodes if ord(one.code) in inert._STEPS}
-    assert known == {one.name for one in pickletools.opcodes} - unused
+    refused = set()
+    for one in pickletools.opcodes:
+        with pytest.raises(Corrupt) as told:
+            metadata.read(b"\x80\x04" + one.code.encode("latin1"))
+        if "has opcode" in str(told.value):
+            refused.add(one.name)
+    assert refused == unused
