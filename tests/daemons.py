@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -29,6 +30,7 @@ class DaemonProcess:
         memory: str = "512MiB",
         env: dict[str, str] | None = None,
         program: tuple[str, ...] = ("-m", "ckptd"),
+        launcher: Sequence[str] = (),
     ) -> None:
         self.store = store
         self.home = Path(tempfile.mkdtemp(prefix="ckptd-test-"))
@@ -37,6 +39,7 @@ class DaemonProcess:
         self.address = f"unix:{self.socket}"
         self.log = self.home / "log"
         self.program = program
+        self.launcher = launcher  # a command that runs the daemon's, in its place
         self.arguments = ["--memory", memory, *arguments]
         self.env = {**os.environ, **(env or {})}
         self.process: subprocess.Popen[str] | None = None
@@ -65,7 +68,9 @@ class DaemonProcess:
     def launch(self, arguments: list[str]) -> subprocess.Popen[str]:
         """Starts the process: its standard output is a pipe, its standard error the log."""
         with self.log.open("a") as log:
-            return subprocess.Popen([sys.executable, *self.program, *arguments], stdout=subprocess.PIPE, stderr=log, text=True, env=self.env)
+            return subprocess.Popen(
+                [*self.launcher, sys.executable, *self.program, *arguments], stdout=subprocess.PIPE, stderr=log, text=True, env=self.env
+            )
 
     def cli(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Runs ``ckptd …`` against this daemon."""
