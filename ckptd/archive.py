@@ -36,6 +36,7 @@ _EXTRA = struct.Struct("<HH")
 _SIZES64 = struct.Struct("<HHQQ")
 
 _MAX32: Final = 0xFFFFFFFF
+_MOST: Final = (1 << 63) - 1
 _VERSION: Final = 20
 _VERSION64: Final = 45
 _DATE: Final = 0x0021  # 1980-01-01, the zip format's zero
@@ -76,7 +77,8 @@ def layout(at: int, pkl_nbytes: int, nbytes: int) -> tuple[int, int]:
 
     Returns ``(raw_at, end)``, absolute: the `nbytes` raw bytes lie at
     ``[raw_at, raw_at + nbytes)``, the next container may start at `end`.
-    Raises InvalidRequest for negative arguments and a data.pkl past 1 GiB.
+    Raises InvalidRequest for negative arguments, a data.pkl past 1 GiB, and an end
+    past 2^63, where no file can have one.
     """
     if at < 0 or nbytes < 0 or not 0 <= pkl_nbytes <= 1 << 30:
         raise InvalidRequest(f"no container has position {at}, {pkl_nbytes} bytes of data.pkl and {nbytes} bytes of data")
@@ -85,7 +87,10 @@ def layout(at: int, pkl_nbytes: int, nbytes: int) -> tuple[int, int]:
     else:
         head, tail = _HEAD, _TAIL
     raw_at = -(-(at + head + pkl_nbytes) // ALIGNMENT) * ALIGNMENT
-    return raw_at, raw_at + nbytes + tail
+    end = raw_at + nbytes + tail
+    if end > _MOST:
+        raise InvalidRequest(f"no file holds a container at byte {at} with {nbytes} bytes of data")
+    return raw_at, end
 
 
 def gaps(at: int, pkl: bytes, nbytes: int) -> tuple[bytes, bytes]:

@@ -63,6 +63,8 @@ class Attempt:
     state: Checkpoint.State
     reason: str = ""
     held: set[str] = field(default_factory=set)
+    was_durable: bool = False
+    """It became durable, and was deleted since: who waits for it has waited long enough."""
 
     @property
     def name(self) -> str:

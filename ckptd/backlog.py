@@ -104,6 +104,12 @@ class Backlog:
         if name in self._stops:
             self._stops[name].set()
 
+    def stop_of(self, checkpoint: CheckpointId) -> None:
+        """Tells the flushes of an id to end soon; they may be begun again."""
+        for name, stop in self._stops.items():
+            if self.catalog.attempts[name].id == checkpoint:
+                stop.set()
+
     def stop_all(self) -> None:
         """Tells all flushes to end soon; no other begins."""
         self._ended = True

@@ -243,6 +243,7 @@ class Catalog:
         effects: list[Effect] = []
         for attempt in [a for a in self.attempts.values() if a.id == checkpoint and a.state != Checkpoint.ABORTED]:
             if attempt.state == Checkpoint.DURABLE or not durable_only:
+                attempt.was_durable = attempt.state == Checkpoint.DURABLE
                 effects += self._end(attempt, Checkpoint.ABORTED, "it was deleted")
         return effects
 

@@ -121,7 +121,7 @@ class Zstd:
             if not frame.has_checksum or frame.dict_id:
                 raise Corrupt("a stored block's zstd frame has no checksum or needs a dictionary: nothing here wrote it")
             block = _decompressor().decompress(stored, max_output_size=nbytes, read_across_frames=False, allow_extra_data=False)
-        except (zstandard.ZstdError, ValueError, MemoryError) as exc:
+        except (zstandard.ZstdError, ValueError, MemoryError, OverflowError) as exc:
             raise Corrupt(f"a stored block of {memoryview(stored).nbytes} bytes is damaged: {exc}") from exc
         if len(block) != nbytes:
             raise Corrupt(f"a stored block has {len(block)} bytes of content instead of {nbytes}")

@@ -82,7 +82,7 @@ class Plan:
     ended: list[str]
     """Lists to delete after them."""
     later: list[str]
-    """Files whose time has not come."""
+    """Files that lists name and whose grace is not over. What is too young to be listed may be an upload that is under way."""
 
     @property
     def empty(self) -> bool:
@@ -115,16 +115,16 @@ def plan(directory: Directory, *, grace_seconds: float, orphan_age_seconds: floa
     """What to do now. `now`: seconds since the epoch by the clock of the objects' times; without grace or age no clock is asked."""
     condemn = _condemned(directory, orphan_age_seconds, now)
     go = {name for name, found in directory.objects.items() if is_temporary(name) and is_old(found.modified, orphan_age_seconds, now)}
-    later = set(_loose(directory)) - {*condemn}
+    later: set[str] = set()
     ended = [name for name in sorted(directory.strange) if is_old(directory.objects[name].modified, orphan_age_seconds, now)]
     referred = _referred(directory)
     for name, listed in sorted(directory.lists.items()):
         since = directory.objects[name].modified or listed.deleted_us / 1e6
         if _is_void(directory, name):
             ended += [name] if is_old(since, VOID_SECONDS, now) else []
-        elif referred is None or not is_old(since, grace_seconds, now):
+        elif not is_old(since, grace_seconds, now):
             later.update(listed.files)
-        else:
+        elif referred is not None:
             go.update(_deletable(directory, name, referred))
             if not is_tombstone(_file(name)) or name in directory.settled or is_old(since, DELETION_SECONDS, now):
                 ended.append(name)  # not before: a second deletion of the same `.metadata` may be under way, and commits look for it

@@ -60,7 +60,7 @@ class Fetcher:
         self.store = store
         self.arena = arena
         self.threads = threads
-        self.cached: dict[tuple[str, int], Cached] = {}
+        self.cached: dict[tuple[str, str, int], Cached] = {}
         self.bytes_from_store = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -123,7 +123,8 @@ class Fetcher:
             cached.waiting -= 1
 
     def _open(self, contents: Manifest | Stock, shard: int) -> Cached:
-        key = (contents.identity if isinstance(contents, Stock) else contents.summary.attempt, shard)
+        # A copied directory has the same attempt, but files of its own.
+        key = ("", contents.identity, shard) if isinstance(contents, Stock) else (contents.summary.id, contents.summary.attempt, shard)
         cached = self.cached.pop(key, None)
         if cached is not None and not cached.segment.path.exists() and not cached.busy:
             self.arena.drop(cached.segment.token)  # somebody removed the file

@@ -109,7 +109,8 @@ def _s3_arguments(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
     custom = any(
         (options.get("endpoint_url"), client.get("endpoint_url"), *map(os.environ.get, ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")))
     )
-    config = {**_S3_CONFIG, **(_NO_TRAILERS if custom else {}), **options.pop("config_kwargs", {})}
+    plain = {name: value for name, value in _NO_TRAILERS.items() if custom and name in AioConfig.OPTION_DEFAULTS}
+    config = {**_S3_CONFIG, **plain, **options.pop("config_kwargs", {})}
     AioConfig(**config)  # refuses what it does not know; s3fs would ask only when it connects
     return {**options, "client_kwargs": client, "config_kwargs": config}
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import fsspec
 
-from ckptd.errors import Corrupt, NotFound, StoreError
+from ckptd.errors import Corrupt, NotFound, StoreError, Unavailable
 from ckptd.filesystem import masked, open_filesystem
 from ckptd.foreign import code_of, translated
 from ckptd.store import Children, Object, Source, check_key, check_prefix, exercise, is_key, is_temporary, reading, temporary_name
@@ -48,7 +48,10 @@ class FsspecStore:
         try:
             nbytes = self._write(temporary, key, source)
             with self._translated("cannot write", key, missing=StoreError):
-                self._move(temporary, path)
+                try:
+                    self._move(temporary, path)
+                except FileNotFoundError as exc:
+                    raise Unavailable(f"cannot write {key} in {self._url}: somebody removed it while it was written") from exc
         except BaseException:
             with contextlib.suppress(Exception):
                 self._fs.rm_file(temporary)

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from ckptd.inert import Global, Idiom
+from ckptd.inert import Again, Global, Hole, Idiom
 from ckptd.vocabulary import FILESYSTEM, METADATA
 
 _SIZE: Final = Global("torch", "Size")
@@ -168,9 +168,11 @@ class Idioms:
 
 
 def _fetch(ref: bytes, memo: list[Any]) -> Any:
-    """What a reference leads to; None if it leads nowhere."""
-    number = ref[1] if len(ref) == 2 else _U32(ref, 1)[0]
-    return memo[number] if number < len(memo) else None
+    """What a reference leads to. Raises IndexError if that is nowhere, Again if it is what an idiom passed over."""
+    found = memo[ref[1] if len(ref) == 2 else _U32(ref, 1)[0]]
+    if type(found) is Hole:
+        raise Again
+    return found
 
 
 def _remembered(dims: bytes) -> int:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 #: How long an index waits for memory.
 INDEX_SECONDS = 30.0
-#: Contents kept: they never change, an attempt's name is theirs for good.
+#: Contents kept: they never change, the names of id and attempt are theirs for good.
 REMEMBERED = 4
 
 
@@ -63,8 +63,8 @@ class Indexes:
         self.fetcher = fetcher
         self.questions = questions
         self._looks = stock.Looks(fetcher.store)
-        self._contents: dict[str, asyncio.Task[Manifest | Stock]] = {}
-        self._indexes: dict[str, asyncio.Task[Index]] = {}
+        self._contents: dict[tuple[CheckpointId, str], asyncio.Task[Manifest | Stock]] = {}
+        self._indexes: dict[tuple[CheckpointId, str], asyncio.Task[Index]] = {}
 
     async def same(self, checkpoint: CheckpointId, name: str) -> Entry:
         """The store's entry of the attempt that a reader was told of.
@@ -82,12 +82,13 @@ class Indexes:
 
     async def contents(self, checkpoint: CheckpointId, name: str) -> Manifest | Stock:
         """What the attempt consists of in the store."""
-        if name not in self._contents or failed(self._contents[name]):
-            self._contents[name] = asyncio.create_task(self._read_contents(checkpoint, name))
+        key = (checkpoint, name)
+        if key not in self._contents or failed(self._contents[key]):
+            self._contents[key] = asyncio.create_task(self._read_contents(checkpoint, name))
             for old in list(self._contents)[:-REMEMBERED]:
                 if self._contents[old].done():
                     del self._contents[old]
-        return await asyncio.shield(self._contents[name])
+        return await asyncio.shield(self._contents[key])
 
     async def open(self, checkpoint: CheckpointId, name: str, attempt: Attempt | None) -> Index:
         """The index of the attempt (`attempt`, if memory holds any of it), which stays until its reader has left."""
@@ -97,15 +98,15 @@ class Indexes:
             record = attempt.record
             tables = [Piece(held[receipt.token], receipt.nbytes, receipt.table_nbytes) for receipt in record.shards]
             return Index(Piece(held[record.metadata.token], 0, record.metadata.nbytes), tables, readers=1)
-        made = self._indexes.get(name)
+        made = self._indexes.get((checkpoint, name))
         if made is not None and made.done() and not failed(made) and not made.result().metadata.segment.path.exists():
             self.node.arena.drop(made.result().metadata.segment.token)  # somebody removed the file
             made = None
         if made is None or failed(made):
             receipts = [] if attempt is None else attempt.record.shards
             here = [number for number, receipt in enumerate(receipts) if attempt is not None and receipt.token in attempt.held]
-            self._indexes[name] = asyncio.create_task(self._make(checkpoint, name, here))
-        index = await asyncio.shield(self._indexes[name])
+            self._indexes[checkpoint, name] = asyncio.create_task(self._make(checkpoint, name, here))
+        index = await asyncio.shield(self._indexes[checkpoint, name])
         index.readers += 1
         return index
 
@@ -115,9 +116,9 @@ class Indexes:
 
     def evicted(self, token: str) -> None:
         """The segment is gone."""
-        for name, index in self._made().items():
+        for key, index in self._made().items():
             if index.metadata.segment.token == token:
-                del self._indexes[name]
+                del self._indexes[key]
 
     def close(self) -> None:
         """Gives the segments back."""
@@ -175,8 +176,8 @@ class Indexes:
             raise errors.LeaseLost(f"{checkpoint} was saved again since it was resolved: load again")
         return entry, seen
 
-    def _made(self) -> dict[str, Index]:
-        return {name: task.result() for name, task in self._indexes.items() if task.done() and not failed(task)}
+    def _made(self) -> dict[tuple[CheckpointId, str], Index]:
+        return {key: task.result() for key, task in self._indexes.items() if task.done() and not failed(task)}
 
     async def _run(self, call: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.fetcher.threads, call, *arguments)

@@ -17,7 +17,7 @@ from ckptd.errors import Corrupt
 NAME_LIMIT: Final = 200
 
 #: Tries to read what follows a reference to a class, given the pickle, where that is, and the memo. Returns the value that
-#: it makes, where it ends, and how often it was remembered; None if the machine has to find out.
+#: it makes, where it ends, and how often something of it is remembered; None if the machine has to find out.
 Idiom: TypeAlias = Callable[[bytes, int, list[Any]], tuple[Any, int, int] | None]
 
 

@@ -194,15 +194,18 @@ class Ledger:
             return False
         if now.attempt > attempt:
             raise WrongPhase(f"{id}: attempt {attempt} is superseded by attempt {now.attempt}, which is durable")
+        # One that was put after this `.metadata` has seen it. By this machine's clock where the store tells no times.
+        put = now.modified or time.time()
         unended = [found for found in tombstones(id, marks) if found.key not in self.ended_deletions]
         threats = [since for since, of in self._deletions(unended) if of != attempt]
-        return not now.damaged and all(now.modified - since >= DELETION_SECONDS for since in threats)
+        return not now.damaged and not any(-1.0 <= put - since < DELETION_SECONDS for since in threats)
 
-    def _deletions(self, found: Sequence[Object]) -> Iterator[tuple[float, str]]:
+    def _deletions(self, listed: Sequence[Object]) -> Iterator[tuple[float, str]]:
         """When the deletions of these tombstones began, and which attempt each means ("" for a stock one)."""
-        for one in found:
+        for one in listed:
             with contextlib.suppress(NotFound, Corrupt):  # swept meanwhile; a damaged one deletes nothing
-                yield one.modified, tombstone.decode(self._store.get(one.key)).save_id[:24]
+                found = tombstone.decode(self._store.get(one.key))
+                yield one.modified or found.deleted_us / 1e6, found.save_id[:24]
 
     def _check_files(self, id: CheckpointId, contents: Manifest) -> None:
         there = {found.key: found.nbytes for found in self._store.list(f"{id}/__")}

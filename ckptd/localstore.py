@@ -67,7 +67,7 @@ class LocalStore:
                 for piece in pieces:
                     with _translated(what):
                         nbytes += _write_all(fd, piece)
-            with _translated(what):
+            with _translated(what), _passing(what):
                 os.fsync(fd)
                 os.rename(temporary, target)
         except BaseException:
@@ -76,7 +76,7 @@ class LocalStore:
             raise
         finally:
             os.close(fd)
-        with _translated(what):
+        with _translated(what), _passing(what):
             directory = target.parent
             # All the way up, not only what this call made: another thread may have made a parent and not synced it yet.
             while directory != self._root:
@@ -180,11 +180,12 @@ class LocalStore:
         for last_try in (False,) * 15 + (True,):
             if not self._root.is_dir():
                 self._make_root()
-            os.makedirs(target.parent, exist_ok=True)
             temporary = target.parent / temporary_name()
             try:
+                os.makedirs(target.parent, exist_ok=True)
                 return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), temporary
-            except FileNotFoundError:  # somebody deleted the last object of this directory, and the directory with it
+            except (FileNotFoundError, FileExistsError):
+                # Somebody deleted the last object of this directory, and the directory with it, also while it was made.
                 if last_try:
                     raise
         raise AssertionError("unreachable")
@@ -230,8 +231,9 @@ class LocalStore:
         return {_identity(self._root.joinpath(*parts[:count])) for count in range(len(parts) + 1)}
 
     def _is_linked(self, directory: Path) -> bool:
-        """Whether a symbolic link leads from the root to `directory`."""
-        return Path(os.path.realpath(directory)) != Path(os.path.realpath(self._root)) / directory.relative_to(self._root)
+        """Whether `directory` is a second name, by a symbolic link, of one inside the root. Outside is where people move what is large."""
+        root, real = Path(os.path.realpath(self._root)), Path(os.path.realpath(directory))
+        return real.is_relative_to(root) and real != root / directory.relative_to(self._root)
 
     def _is_lost_and_found(self, path: Path) -> bool:
         """Whether this is the file system's own directory in the root, which holds no checkpoint and is not ours to read."""
@@ -248,6 +250,15 @@ def _identity(directory: Path) -> tuple[int, int] | None:
                 return None
             raise
     return status.st_dev, status.st_ino
+
+
+@contextlib.contextmanager
+def _passing(what: str) -> Iterator[None]:
+    """Inside it, what was there a moment ago and is not any more was removed by somebody who tidies up: it may be written again."""
+    try:
+        yield
+    except FileNotFoundError as exc:
+        raise Unavailable(f"{what}: somebody removed it, or the directory it is in, while it was written") from exc
 
 
 def _leads_nowhere(exc: OSError) -> bool:

@@ -131,7 +131,9 @@ def check_table(table: Table) -> None:
         kind, nbytes = item.kind, item.nbytes
         if not item.at <= item.raw_at <= item.raw_at + nbytes <= end:
             raise Corrupt(f"the item {item.fqn[:80]!r} does not fit: container {item.at} to {end}, {nbytes} bytes of data at {item.raw_at}")
-        if kind == Item.OPAQUE_OBJECT:  # its bytes are its container: it may be empty, and then has no block
+        if kind != Item.RAW and (item.raw_at != item.at or item.raw_at + nbytes != end):  # it may be empty, and then has no block
+            raise Corrupt(f"the item {item.fqn[:80]!r} is opaque, and its data is not all of its container {item.at} to {end}")
+        if kind == Item.OPAQUE_OBJECT:
             continue
         if kind not in (Item.RAW, Item.OPAQUE_TENSOR):
             raise Corrupt(f"the item {item.fqn[:80]!r} is of a kind that is not known: {kind}")

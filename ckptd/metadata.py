@@ -190,7 +190,7 @@ class _Reader:
     """Takes inert records apart. What is shared by reference may not grow: all lengths together are bounded by the file's."""
 
     def __init__(self, nbytes: int) -> None:
-        self.left = 4 * nbytes
+        self.left = nbytes
         self.sizes: dict[int, list[tuple[int, ...]]] = {}
         self.files: set[str] = set()
 

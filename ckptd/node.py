@@ -130,9 +130,14 @@ class Node:
         receipt.sealed_us = time.time_ns() // 1000
         if not shard.metadata:
             loop = asyncio.get_running_loop()
-            # Threads of its own: those of the store may all be waiting for it.
-            encoded = await loop.run_in_executor(self.memory_threads, read_range, segment.path, nbytes, table_nbytes)
-            table = await loop.run_in_executor(self.memory_threads, parse_table, encoded, nbytes)
+            try:  # in threads of its own: those of the store may all be waiting for it
+                encoded = await loop.run_in_executor(self.memory_threads, read_range, segment.path, nbytes, table_nbytes)
+                table = await loop.run_in_executor(self.memory_threads, parse_table, encoded, nbytes)
+            except (FileNotFoundError, errors.CkptdError) as exc:
+                self.catalog.open_shard(token, owner)  # if the lease has ended meanwhile, that is why
+                if isinstance(exc, FileNotFoundError):
+                    raise errors.LeaseLost(f"segment {token} has been removed from the shm-dir: save again") from exc
+                raise
             receipt.raw_bytes = sum(item.nbytes for item in table.items)
             receipt.items = len(table.items)
         self.catalog.open_shard(token, owner)  # the lease may have ended meanwhile
@@ -182,7 +187,7 @@ class Node:
                     return await self._in_store(checkpoint, sealed_us, newest)
             if attempt is not None:
                 name = attempt.name
-                if attempt.state == Checkpoint.DURABLE:
+                if attempt.state == Checkpoint.DURABLE or attempt.was_durable:
                     return checkpoint_of(attempt)
                 if attempt.state == Checkpoint.FAILED:
                     raise errors.WrongPhase(f"checkpoint {checkpoint} could not be made durable: {attempt.reason}")

@@ -64,11 +64,6 @@ class Source:
         """The attempt, or the state of a stock checkpoint's directory."""
         return self.checkpoint.summary.attempt
 
-    @property
-    def read(self) -> str:
-        """By what name it counts as being read."""
-        return self.checkpoint.summary.id if self.checkpoint.stock else self.name
-
     async def want(self, shard: int, items: Sequence[int], starts: Sequence[int], ends: Sequence[int], deadline: float | None) -> Wanted:
         """The shard's segment, with the ranges present and kept until `copied`."""
         restore = self.restore
@@ -90,8 +85,8 @@ class Source:
             restore.bytes_from["memory"] += sum(block.nbytes for block in found.blocks if block.key in found.cached.blocks)
             blocks = await restore.fetcher.present(self.contents, shard, found.blocks, deadline)
         except errors.Corrupt:
-            if self.checkpoint.stock:  # it may be no damage: stock DCP saves over the files that are being read
-                await restore.indexes.same(self.id, self.name)
+            # It may be no damage: the checkpoint was deleted or saved again, and the files that are being read with it.
+            await restore.indexes.same(self.id, self.name)
             raise
         self.held.append(blocks)
         nbytes = [blocks.cached.lengths.get(item, 0) for item in items] if self.checkpoint.stock else []
@@ -106,7 +101,7 @@ class Source:
         """Lets go of everything."""
         self.copied()
         self.index.readers -= 1
-        self.restore.readers.subtract([self.read])
+        self.restore.readers.subtract([self.id])
         self.restore.readers += Counter()  # what nobody reads is forgotten
         if self.attempt is not None:
             self.restore.node.unpin(self.attempt.name)
@@ -124,7 +119,7 @@ class Restore:
         self.questions = Questions(threads)
         self.bytes_from: Counter[str] = Counter(memory=0, peer=0, store=0)
         self.indexes = Indexes(node, ledger, fetcher, self.questions)
-        self.readers: Counter[str] = Counter()
+        self.readers: Counter[CheckpointId] = Counter()
         self._summaries: dict[tuple[str, str], Summary] = {}
         node.caches.append((fetcher.victims, fetcher.evicted))
         node.caches.append((self.indexes.victims, self.indexes.evicted))
@@ -192,6 +187,8 @@ class Restore:
     async def open(self, checkpoint: CheckpointId, name: str) -> Source:
         """Takes hold of the attempt: from memory if any of it is here, else from the store."""
         attempt = self.node.catalog.attempts.get(name)
+        if attempt is not None and attempt.id != checkpoint:
+            attempt = None  # a copy of the directory has the same attempt
         if attempt is not None:
             for token in sorted(attempt.held):
                 # The first that is gone may have taken the others with it.
@@ -212,11 +209,11 @@ class Restore:
                 self.node.unpin(name)
             raise
         source = Source(self, line, attempt, index)
-        self.readers[source.read] += 1
+        self.readers[source.id] += 1
         return source
 
-    def reading(self) -> set[str]:
-        """What is being read at this moment: attempts, and ids of stock checkpoints."""
+    def reading(self) -> set[CheckpointId]:
+        """What is being read at this moment."""
         return set(+self.readers)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ not matter. Every verdict says why.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
@@ -77,8 +77,7 @@ def decide(candidates: Iterable[Candidate], policy: Policy, now_us: int) -> list
     """A verdict on each candidate, in ascending order of run, step (those without first), name.
 
     "The last" are those accepted last, whatever their step: after a rollback the new branch wins. Copies of one attempt
-    count as one. Stock checkpoints tell no time of acceptance, and copying changes the times of their files: of
-    them also those with the highest steps count as the last. What is pinned, busy or damaged stays and is not counted.
+    count as one. What is pinned, busy or damaged stays and is not counted.
     """
     verdicts = []
     for _, run in groupby(sorted(candidates, key=_place), key=lambda candidate: candidate.id.run):
@@ -124,25 +123,21 @@ def _kept_by(candidate: Candidate, policy: Policy, now_us: int, *, is_last: bool
 
 
 def _last(candidates: Sequence[Candidate], count: int) -> set[CheckpointId]:
-    """The `count` that were accepted last: by their times, and by those times that the steps of stock ones allow."""
-    times = {candidate.id: (candidate.order, _step(candidate) if _is_stock(candidate) else 0) for candidate in candidates}
-    return _highest(times, count) | _highest({**times, **_by_step(candidates)}, count)
+    """The first `count` of what `latest` would find one after another; copies of one attempt are one.
 
-
-def _highest(order: Mapping[CheckpointId, tuple[str, int]], count: int) -> set[CheckpointId]:
-    """Those with the `count` highest orders: equal ones are copies of one attempt."""
-    ranked = set(sorted(set(order.values()), reverse=True)[:count])
-    return {id for id, place in order.items() if place in ranked}
-
-
-def _by_step(candidates: Iterable[Candidate]) -> dict[CheckpointId, tuple[str, int]]:
-    """Of stock checkpoints, orders that rise with their steps; the highest step has its own time, as it has for `latest`."""
-    found: dict[CheckpointId, tuple[str, int]] = {}
-    bound = "g"  # sorts after every digit
-    for candidate in sorted(filter(_is_stock, candidates), key=lambda one: (_step(one), one.order), reverse=True):
-        bound = min(bound, candidate.order)
-        found[candidate.id] = (bound, _step(candidate))
-    return found
+    Stock ones do not tell when they were accepted: they stand in the order of their steps among themselves, and each
+    takes its place among the others by its own time.
+    """
+    ours = sorted((one for one in candidates if not _is_stock(one)), key=lambda one: one.order)
+    stock = sorted(filter(_is_stock, candidates), key=lambda one: (_step(one), one.order))
+    found: dict[str, list[CheckpointId]] = {}
+    while ours or stock:
+        newest = (ours if not stock or (ours and ours[-1].order > stock[-1].order) else stock).pop()
+        place = str(newest.id) if _is_stock(newest) else newest.order
+        if place not in found and len(found) == count:
+            break
+        found.setdefault(place, []).append(newest.id)
+    return {id for ids in found.values() for id in ids}
 
 
 def _is_stock(candidate: Candidate) -> bool:

@@ -130,6 +130,7 @@ class Bucket:
         if self._fs.key is None and not self._fs.anon and now - self._renewed >= _RENEWAL_SECONDS:
             self._renewed = now
             with contextlib.suppress(Exception):  # then the old ones are tried again
+                self._fs.session = None  # which has read the files; older versions of s3fs would keep it
                 self._fs.connect(refresh=True)
 
     def call(self, operation: str, **arguments: Any) -> Any:

@@ -194,13 +194,15 @@ class Service(DaemonServicer):
             keep_every=request.keep_every if rules[1] else None,
             keep_within_seconds=request.keep_within_seconds if rules[2] else None,
         )
-        verdicts, swept = await self.upkeep.prune(
+        pruning = self.upkeep.prune(
             parse_run(request.run) if request.HasField("run") else None,
             policy if any(rules) else None,
             dry_run=request.dry_run,
             delete_grace_seconds=request.delete_grace_seconds if request.HasField("delete_grace_seconds") else None,
             orphan_age_seconds=request.orphan_age_seconds if request.HasField("orphan_age_seconds") else None,
         )
+        # A task of its own, as a commit is: a caller that goes away must not leave half of it.
+        verdicts, swept = await asyncio.shield(asyncio.create_task(pruning))
         for at in range(0, len(verdicts), VERDICTS_PER_REPLY):
             some = verdicts[at : at + VERDICTS_PER_REPLY]
             yield pb.PruneReply(

@@ -101,7 +101,8 @@ class Looks:
         files = {part.file for part in parts}
         listed = self._listed(id, files)
         there = {name: found for name, found in listed.items() if name in files}
-        state = repr([(name, found.nbytes, found.modified) for name, found in sorted(there.items())])
+        # With the id: a copy of the directory is another one, which may be read beside this one.
+        state = repr(str(id)) + repr([(name, found.nbytes, found.modified) for name, found in sorted(there.items())])
         identity = PREFIX + block_hash(block_hash(pickle) + state.encode(errors="surrogatepass")).hex()
         newer = [name for name, found in there.items() if _is_newer(found, listed.get(METADATA_NAME))]
         return Seen(identity, pickle, parts, {name: found.nbytes for name, found in there.items()}, newer)

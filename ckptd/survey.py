@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from ckptd import metadata
 from ckptd.blockcheck import misplaced, sizes
-from ckptd.errors import Corrupt
-from ckptd.ledger import Ledger
+from ckptd.errors import Corrupt, NotFound
+from ckptd.ledger import Ledger, newest_first
+from ckptd.model import data_key
 from ckptd.retention import Candidate
 from ckptd.scan import Entry, parallel
 from ckptd.store import Store
@@ -36,26 +38,33 @@ def _with_newest_whole(store: Store, ledger: Ledger, found: list[tuple[Entry, Ca
     The others are not looked at: that would cost a manifest each, and what counts is that the last good one does not go
     for one that nobody can load.
     """
-    whole: set[str] = set()
-    looked = {}
-    for entry, candidate in sorted(found, key=lambda one: one[1].order, reverse=True):
-        lost = ""
-        if not candidate.damaged and entry.id.run not in whole:
-            lost = _lost(store, ledger, entry)
-            if not lost:
-                whole.add(entry.id.run)
-        looked[entry.id] = replace(candidate, damaged=lost) if lost else candidate
+    looked = {entry.id: candidate for entry, candidate in found}
+    for run in {entry.id.run for entry, _ in found}:
+        for entry in newest_first([entry for entry, _ in found if entry.id.run == run]):
+            candidate = looked[entry.id]
+            if candidate.damaged:
+                continue
+            if not (lost := _lost(store, ledger, entry)):
+                break
+            looked[entry.id] = replace(candidate, damaged=lost)
     return [(entry, looked[entry.id]) for entry, _ in found]
 
 
 def _lost(store: Store, ledger: Ledger, entry: Entry) -> str:
-    """Which file is not there as it was written, in words; "" if all are, or if stock DCP wrote it."""
-    if entry.save_id is None:
-        return ""
+    """Which file is not there as it was written, in words; "" if all are."""
     try:
-        return next(iter(misplaced(entry.id, ledger.manifest(entry), sizes(store, entry.id)).values()), "")
+        if entry.save_id is not None:
+            return next(iter(misplaced(entry.id, ledger.manifest(entry), sizes(store, entry.id)).values()), "")
+        there = {found.key: found.nbytes for found in store.list(f"{entry.id}/")}
+        for place in metadata.read(store.get(entry.metadata.key)).storage.values():
+            key = data_key(entry.id, place.file)
+            if there.get(key, -1) < place.offset + place.length:
+                return f"{key} is {'cut short' if key in there else 'missing'}"
     except Corrupt as exc:
         return str(exc)
+    except NotFound:  # deleted meanwhile: then it is looked at again before anything happens
+        return ""
+    return ""
 
 
 def _candidate(entry: Entry, found: Summary | Corrupt, busy: str) -> Candidate:

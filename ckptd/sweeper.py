@@ -19,7 +19,7 @@ from typing import Final
 from ckptd import debris, tombstone
 from ckptd.debris import Directory, Plan
 from ckptd.directory import elsewhere, listing, look, manifest_files, stock_files
-from ckptd.errors import CkptdError, Corrupt, InvalidRequest, NotFound, Unavailable, WrongPhase
+from ckptd.errors import CkptdError, Corrupt, InvalidRequest, NotFound, StoreError, Unavailable, WrongPhase
 from ckptd.ledger import Ledger
 from ckptd.model import METADATA_NAME, OWN_DIRECTORY, CheckpointId, metadata_key, pin_key
 from ckptd.scan import Entry, parallel
@@ -47,7 +47,7 @@ class Deleted:
 
 @dataclass(slots=True)
 class Swept:
-    """What a sweep deleted (or would delete), and which files wait for their time."""
+    """What a sweep deleted (or would delete), and what waits for the end of its grace."""
 
     files: int = 0
     nbytes: int = 0
@@ -55,6 +55,11 @@ class Swept:
     later_nbytes: int = 0
     uploads: int = 0
     """Uploads that never ended, given up."""
+
+    def then(self, after: Swept) -> Swept:
+        """Of two sweeps one after another: what went in either, and what waits after the second."""
+        went = (self.files + after.files, self.nbytes + after.nbytes)
+        return Swept(*went, after.later_files, after.later_nbytes, self.uploads + after.uploads)
 
 
 @dataclass(slots=True)
@@ -92,7 +97,7 @@ class Sweeper:
         self.store.delete([pin_key(entry.id), key] if entry.pinned else [key])
         self.ledger.ended_deletions.add(tombstone_key)
         deleted = Deleted(entry.id, len(files), sum(files.values()))
-        log.info("deleted %s: %d files of %d bytes go after the grace", entry.id, deleted.files, deleted.nbytes)
+        log.debug("deleted %s: %d files of %d bytes go after the grace", entry.id, deleted.files, deleted.nbytes)
         return deleted
 
     def sweep(
@@ -112,6 +117,7 @@ class Sweeper:
         since the epoch; otherwise the clock of the store or of this machine, whichever is behind.
         """
         swept = Swept()
+        refused: list[StoreError] = []
         looked = parallel(self._look, [id for id in self._ids(run) if id not in busy])
         for directory in looked:
             if directory is None:
@@ -123,13 +129,18 @@ class Sweeper:
                 continue
             if not found.empty and now is None:
                 now = min(clock, self._store_time(directory.id))
-            self._sweep_one(directory, swept, delete_grace_seconds, orphan_age_seconds, clock if now is None else now)
+            try:
+                self._sweep_one(directory, swept, delete_grace_seconds, orphan_age_seconds, clock if now is None else now)
+            except StoreError as exc:  # what cannot be deleted here keeps nothing else from going
+                refused.append(exc)
         if not run:
             self._sweep_root(swept, orphan_age_seconds, time.time() if now is None else now, dry_run=dry_run)
         if not dry_run:
             swept.uploads = self.store.abort_uploads(orphan_age_seconds if run is None else max(orphan_age_seconds, _UPLOAD_SECONDS))
+        if refused:
+            raise refused[0]
         if swept.files or swept.uploads:
-            log.info(
+            log.debug(
                 "swept %d files of %d bytes and %d uploads%s", swept.files, swept.nbytes, swept.uploads, " (dry run)" if dry_run else ""
             )
         return swept
@@ -168,7 +179,10 @@ class Sweeper:
         return None
 
     def _check_unchanged(self, entry: Entry, content: bytes | None) -> None:
-        """Raises WrongPhase unless the `.metadata` of `entry` is still there: the same name, or the same bytes if it names nothing."""
+        """Raises WrongPhase unless the `.metadata` of `entry` is still there: the same name, or the same bytes if it names nothing.
+
+        Also if it has been pinned since.
+        """
         try:
             now = self.ledger.find(entry.id)
             same = (now.save_id, now.damaged) == (entry.save_id, entry.damaged)
@@ -178,6 +192,8 @@ class Sweeper:
             raise WrongPhase(f"{entry.id} has been deleted meanwhile") from None
         if not same:
             raise WrongPhase(f"{entry.id} has been saved again meanwhile: it was not deleted")
+        if now.pinned and not entry.pinned:
+            raise WrongPhase(f"{entry.id} has been pinned meanwhile: it was not deleted")
 
     # -- sweeping ---------------------------------------------------------------------------------
 

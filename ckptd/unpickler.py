@@ -45,7 +45,7 @@ def load(
     if idioms and data[:1] == b"\x80" and data[1:2] >= bytes([_IDIOMATIC_PROTOCOL]):
         try:
             return _load(Machine(data, known, plain, idioms))
-        except Again:
+        except (Again, Corrupt):  # the machine alone tells what is wrong, and whether anything is
             pass
     return _load(Machine(data, known, plain, {}))
 

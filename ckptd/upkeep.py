@@ -84,9 +84,12 @@ class Upkeep:
             surveyed = await self._run(survey, self.sweeper.store, self.ledger, run, self._busy_now())
             verdicts = decide([candidate for _, candidate in surveyed], policy or self.policy, time.time_ns() // 1000)
             entries = {entry.id: entry for entry, _ in surveyed}
-            if not dry_run:
-                verdicts = [verdict if verdict.keep else await self._carry_out(entries[verdict.id], verdict) for verdict in verdicts]
+            doomed = [verdict for verdict in verdicts if not verdict.keep]
+            # What is due goes first: where the disk is full, even a tombstone needs room.
             swept = await self._sweep(run, grace, orphan_age, dry_run=dry_run)
+            if doomed and not dry_run:
+                verdicts = [verdict if verdict.keep else await self._carry_out(entries[verdict.id], verdict) for verdict in verdicts]
+                swept = swept.then(await self._sweep(run, grace, orphan_age, dry_run=dry_run))
         gone = [verdict for verdict in verdicts if not verdict.keep]
         if (gone or swept.files) and not dry_run:
             log.info("pruned %d checkpoints; %d files went (%d bytes), %d later", len(gone), swept.files, swept.nbytes, swept.later_files)
@@ -105,17 +108,18 @@ class Upkeep:
             if entry is not None and entry.pinned:
                 raise errors.WrongPhase(f"{checkpoint} is pinned: `ckptd unpin {checkpoint}` first")
             here = self.node.catalog.newest_of(checkpoint)
-            if self._is_read(checkpoint, entry.attempt if entry else None, here.name if here else None):
+            if checkpoint in self.restore.reading():
                 raise errors.WrongPhase(f"{checkpoint} cannot be deleted now: a load reads it; try again when that has ended")
             if entry is None and here is None:
                 raise errors.NotFound(f"no checkpoint {checkpoint} in the store or in memory; `ckptd list` shows what is there")
             self.node.backlog.held.add(checkpoint)
             try:
-                self.node.forget(checkpoint)
+                self.node.backlog.stop_of(checkpoint)
                 while self.node.backlog.flushing(checkpoint):
                     await self.node.changed()
                 entry = await self._find(checkpoint)  # what was on its way may have arrived
                 deleted = Deleted(checkpoint, 0, 0) if entry is None else await self._run(self.sweeper.delete, entry)
+                self.node.forget(checkpoint)  # not before: a deletion that failed must not have thrown a newer save away
             finally:
                 self._let_go(checkpoint)
         log.info("deleted %s: %d files, %d bytes, go after %.0f s", checkpoint, deleted.files, deleted.nbytes, self.delete_grace_seconds)
@@ -206,8 +210,8 @@ class Upkeep:
             try:
                 await self._run(self.sweeper.delete, entry)
                 self.node.forget(entry.id, durable_only=True)
-            except (errors.NotFound, errors.WrongPhase, errors.Corrupt) as exc:
-                busy = str(exc)
+            except (errors.NotFound, errors.WrongPhase, errors.Corrupt, errors.StoreError) as exc:
+                busy = str(exc)  # the others can go all the same
             finally:
                 self._let_go(entry.id)
         return verdict if not busy else Verdict(id=verdict.id, keep=True, reason=f"kept: {busy}", stored_bytes=verdict.stored_bytes)
@@ -219,7 +223,7 @@ class Upkeep:
         try:
             while alone and backlog.flushing():
                 await self.node.changed()
-            busy = {attempt.id for attempt in self.node.catalog.to_flush()}
+            busy = {attempt.id for attempt in self.node.catalog.to_flush()} | self.restore.reading()
             return await self._run(
                 lambda: self.sweeper.sweep(run, delete_grace_seconds=grace, orphan_age_seconds=orphan_age, busy=busy, dry_run=dry_run)
             )
@@ -233,14 +237,11 @@ class Upkeep:
         reading = self.restore.reading()
 
         def why(entry: Entry) -> str:
-            if (entry.attempt or str(entry.id)) in reading:
+            if entry.id in reading:
                 return "a load reads it"
             return "a newer save of it is on its way" if entry.id in saving else ""
 
         return why
-
-    def _is_read(self, checkpoint: CheckpointId, *attempts: str | None) -> bool:
-        return not self.restore.reading().isdisjoint({str(checkpoint), *(attempt for attempt in attempts if attempt)})
 
     async def _find(self, checkpoint: CheckpointId) -> Entry | None:
         try:
