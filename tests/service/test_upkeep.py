@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -208,3 +209,59 @@ def test_trouble_with_old_checkpoints_is_told_and_passes(tmp_path: Path) -> None
             save(daemon, "step-3")
         until(lambda: sorted(daemon.list()) == ["step-3"], daemon)
         until(lambda: not status(daemon)["warning"], daemon)
+
+
+def test_who_waits_for_what_a_policy_has_deleted_since_has_waited_long_enough(tmp_path: Path) -> None:
+    with DaemonProcess(str(tmp_path / "store"), "--keep-last", "1", "--delete-grace", "0s") as daemon:
+        for step in (1, 2, 3):
+            save(daemon, f"step-{step}")
+        until(lambda: sorted(daemon.list()) == ["step-3"], daemon)
+        wait("step-1", address=daemon.address, timeout=10)
+
+
+def test_a_deletion_that_fails_keeps_the_newer_save_that_is_on_its_way(held: tuple[DaemonProcess, Path]) -> None:
+    daemon, control = held
+    control.write_text("{}")
+    save(daemon, "run/step-1", 1.0)
+    control.write_text('{"hold_after": 0}')
+    save(daemon, "run/step-1", 2.0, durable=False, overwrite=True)
+    control.write_text('{"raise": "EACCES", "only": "run/step-1/.ckptd"}')
+    refused = daemon.cli("delete", "run/step-1")
+    assert refused.returncode == 3, refused
+    assert load(daemon, "run/step-1") == 2.0
+    control.write_text("{}")
+    daemon.restart()
+    wait("run/step-1", address=daemon.address, timeout=60)
+    assert load(daemon, "run/step-1") == 2.0
+
+
+def test_one_checkpoint_that_cannot_be_deleted_keeps_no_other(tmp_path: Path) -> None:
+    control = tmp_path / "control"
+    control.write_text("{}")
+    environment = {"FAULTY_CONTROL": str(control)}
+    with DaemonProcess(f"faulty://{tmp_path}/store", program=FAULTY, env=environment) as daemon:
+        for step in (1, 2, 3):
+            save(daemon, f"step-{step}")
+        control.write_text('{"raise": "EACCES", "only": "step-1/"}')
+        pruned = json.loads(daemon.cli("prune", "--keep-last", "1", "--json").stdout)
+        assert {one["id"]: one["kept"] for one in pruned["verdicts"]} == {"step-1": True, "step-2": False, "step-3": True}
+        assert "Permission denied" in next(one["reason"] for one in pruned["verdicts"] if one["id"] == "step-1")
+        assert sorted(daemon.list()) == ["step-1", "step-3"]
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")
+def test_a_copied_or_renamed_checkpoint_is_read_from_its_own_files(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with DaemonProcess(str(store)) as daemon:
+        save(daemon, "run/step-1", 1.0)
+        stock = {"t": torch.full((1000,), 7.0)}
+        dcp.save(stock, checkpoint_id=store / "stock" / "step-1")
+        daemon.restart()
+        assert (load(daemon, "run/step-1"), load(daemon, "stock/step-1")) == (1.0, 7.0)
+        shutil.copytree(store / "stock" / "step-1", store / "kept" / "stock")
+        for path in (store / "stock" / "step-1").iterdir():  # a copy of all times, too
+            shutil.copystat(path, store / "kept" / "stock" / path.name)
+        (store / "run" / "step-1").rename(store / "kept" / "ours")
+        stock["t"].fill_(9.0)
+        dcp.save(stock, checkpoint_id=store / "stock" / "step-1")
+        assert (load(daemon, "kept/ours"), load(daemon, "kept/stock"), load(daemon, "stock/step-1")) == (1.0, 7.0, 9.0)
