@@ -5,6 +5,8 @@ that looks into the JSON file named by FAULTY_CONTROL before each object appears
 
     {"hold_after": k}         the first k objects appear, the next ones wait until this changes
     {"raise": "EACCES"}       every write fails with that errno; with "only", those to paths that contain it
+    {"full_after": n}         ENOSPC when so many bytes of a file have been written
+    {"bytes_per_second": n}   no file is written faster
     {"delay_seconds": s}      every object takes that long to appear
     {"list_raises": "EIO"}    listings fail; with "list_times", so many in this process and no more
     {"list_log": FILE}        every listing is noted there, its path on a line
@@ -24,6 +26,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,24 @@ def fail_if_told(key: str) -> None:
         raise OSError(number, os.strerror(number))
 
 
+def narrow(write: Callable[[Any], int]) -> Callable[[Any], int]:
+    """A file's `write` that is slow, or finds the disk full, if that is told."""
+    written = 0
+
+    def writes(data: Any) -> int:
+        nonlocal written
+        told = control()
+        nbytes = memoryview(data).nbytes
+        if "full_after" in told and written + nbytes > told["full_after"]:
+            written += write(memoryview(data)[: max(0, told["full_after"] - written)])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        time.sleep(nbytes / told.get("bytes_per_second", float("inf")))
+        written += nbytes
+        return write(data)
+
+    return writes
+
+
 class FaultyFileSystem(LocalFileSystem):
     protocol = ("faulty",)
 
@@ -73,7 +94,10 @@ class FaultyFileSystem(LocalFileSystem):
         if "r" in mode and str(control().get("only", "")) in path:
             fail_if_told("read_raises")
             time.sleep(float(control().get("read_delay_seconds", 0)))
-        return super()._open(path, mode, **kwargs)
+        opened = super()._open(path, mode, **kwargs)
+        if "r" not in mode:
+            opened.write = narrow(opened.write)
+        return opened
 
     def ls(self, path: str, detail: bool = False, **kwargs: Any) -> Any:
         told = control()

@@ -38,6 +38,16 @@ class World:
 
     def call(self, function: str, *, seconds: float = 100.0, **arguments: Any) -> list[Any]:
         """Runs a function of the program on all ranks; what it returned, by rank. Fails with what failing ranks said."""
+        answers = self.answers(function, seconds=seconds, **arguments)
+        failed = {number: answer["error"] for number, answer in enumerate(answers) if "error" in answer}
+        if failed:
+            # What only follows from another rank's end says nothing.
+            first = {number: error for number, error in failed.items() if "did not answer" not in error} or failed
+            raise AssertionError("\n---\n".join(f"rank {number}:\n{error}" for number, error in first.items()))
+        return [answer["value"] for answer in answers]
+
+    def answers(self, function: str, *, seconds: float = 100.0, **arguments: Any) -> list[dict[str, Any]]:
+        """The same for a function that some ranks do not survive: "value" or "error", by rank; after an error all ranks are gone."""
         if any(rank.poll() is not None for rank in self.ranks):
             self.stop()
         if not self.ranks:
@@ -46,13 +56,7 @@ class World:
             assert rank.stdin is not None
             rank.stdin.write(json.dumps([function, arguments]) + "\n")
             rank.stdin.flush()
-        answers = self._answers(time.monotonic() + seconds)
-        failed = {number: answer["error"] for number, answer in enumerate(answers) if "error" in answer}
-        if failed:
-            # What only follows from another rank's end says nothing.
-            first = {number: error for number, error in failed.items() if "did not answer" not in error} or failed
-            raise AssertionError("\n---\n".join(f"rank {number}:\n{error}" for number, error in first.items()))
-        return [answer["value"] for answer in answers]
+        return self._answers(time.monotonic() + seconds)
 
     def stop(self) -> None:
         """Kills all ranks."""
