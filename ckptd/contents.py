@@ -8,6 +8,7 @@ it makes sense, and is Corrupt otherwise.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import re
@@ -113,9 +114,14 @@ def expected_nbytes(dtype: str, chunks: Sequence[Sequence[int]]) -> int:
 
     At most 2^63 - 1 of each chunk, however large its sizes claim to be.
     """
+    width = _width(dtype)
+    return sum([min(width * _elements(sizes), _MOST) for sizes in chunks])
+
+
+@functools.lru_cache(maxsize=256)
+def _width(dtype: str) -> int:
     bits = re.search(r"\d+", dtype)
-    width = max(1, int(bits.group()) // 8) if bits else 1
-    return sum(min(width * _elements(sizes), _MOST) for sizes in chunks)
+    return max(1, int(bits.group()) // 8) if bits else 1
 
 
 def _elements(sizes: Sequence[int]) -> int:

@@ -108,7 +108,7 @@ class Bucket:
         )
         wanted = {"Content-Type": f"multipart/mixed; boundary={_BOUNDARY}"}
         body = _Body(f"{calls}--{_BOUNDARY}--\r\n".encode())
-        headers, told = self.call("POST", self._fs.batch_url_base, headers=wanted, data=body)
+        headers, told = self.call("POST", self._beside("batch"), headers=wanted, data=body)
         statuses = _statuses(headers["Content-Type"], told)
         if len(statuses) != len(keys):
             raise Refused("502", f"{len(keys)} deletes were asked for, {len(statuses)} were answered")
@@ -161,7 +161,11 @@ class Bucket:
 
     @property
     def _uploads(self) -> str:
-        return str(self._fs.base).replace("/storage/v1/", f"/upload/storage/v1/{self._path()}")
+        return f"{self._beside('upload')}/{self._path()}"
+
+    def _beside(self, name: str) -> str:
+        """Where the API has what is not below its own root."""
+        return f"{str(self._fs.base).removesuffix('/storage/v1/')}/{name}/storage/v1"
 
 
 class Upload:

@@ -17,40 +17,59 @@ from typing import Any, Final, NamedTuple
 from ckptd.inert import Again, Global, Hole, Idiom
 from ckptd.vocabulary import FILESYSTEM, METADATA
 
-_SIZE: Final = Global("torch", "Size")
-
-# A reference into the memo; an int; what follows the reference to torch.Size; what opens an object with a dict as its state.
+# A reference into the memo; an int; a bool; what follows the reference to torch.Size; what opens an object with a dict as its state.
 _REF = rb"(?:h.|j....)"
 _INT = rb"(?:K.|M..|J....|\x8a\x05.....|\x8a\x06......)"
+_BOOL = rb"[\x88\x89]"
 _DIMS = rb"(?:\)|%b\x85\x94|%b{2}\x86\x94|%b{3}\x87\x94|\(%b{4,64}t\x94)\x85\x94R\x94" % (_INT, _INT, _INT, _INT)
 _OPEN = rb"\)\x81\x94\}\x94\("
-_CHUNK = rb"(%b)%b(%b)(%b)(%b)(%b)(%b)(%b)ub" % (_REF, _OPEN, _REF, _REF, _DIMS, _REF, _REF, _DIMS)
-_CHUNKS = _CHUNK.replace(rb"(" + _REF + rb")", _REF).replace(rb"(" + _DIMS + rb")", _DIMS)
+# Up to a tensor's dims: properties, their class, dtype, layout, memory format; size, torch.Size. Then to a chunk's offsets: its
+# class, offsets, torch.Size; and to its sizes: sizes, torch.Size. In all of a checkpoint there are few of each of these.
+_HEAD = _REF + _REF + rb"\)\x81\x94\(" + _REF + _REF + _BOOL + _REF + _BOOL + rb"t\x94b" + _REF + _REF
+_TO_OFFSETS = _REF + _OPEN + _REF + _REF
+_TO_SIZES = _REF + _REF
+_CHUNK = rb"(%b)(%b)(%b)(%b)ub" % (_TO_OFFSETS, _DIMS, _TO_SIZES, _DIMS)
+_CHUNKS = rb"(?:%b%b%b%bub){2,1000}" % (_TO_OFFSETS, _DIMS, _TO_SIZES, _DIMS)
 
+_TENSOR = re.compile(_OPEN + rb"(%b)(%b)(%b)\]\x94(?:%ba|\((%b)e)ub" % (_HEAD, _DIMS, _REF, _CHUNK, _CHUNKS), re.DOTALL)
 _ONE_CHUNK = re.compile(_CHUNK, re.DOTALL)
-# properties, their class, dtype, layout, memory format; size, torch.Size, its dims; chunks: one, or up to a thousand.
-_TENSOR = re.compile(
-    _OPEN
-    + rb"(%b)(%b)\)\x81\x94\((%b)(%b)[\x88\x89](%b)[\x88\x89]t\x94b" % (_REF, _REF, _REF, _REF, _REF)
-    + rb"(%b)(%b)(%b)(%b)\]\x94" % (_REF, _REF, _DIMS, _REF)
-    + rb"(?:%ba|\(((?:%b){2,1000})e)ub" % (_CHUNK, _CHUNKS),
-    re.DOTALL,
-)
-_TENSOR_REFS: Final = (1, 2, 3, 4, 5, 6, 7, 9)
-# fqn and its text, index and its number; offset, torch.Size, its dims.
-_INDEX = re.compile(_OPEN + rb"(%b)(%b)(%b)(?:N|%b)(?:(%b)(%b)(%b))?ub" % (_REF, _REF, _REF, _INT, _REF, _REF, _DIMS), re.DOTALL)
+# fqn and its text, index and its number; offset with torch.Size, its dims.
+_INDEX = re.compile(_OPEN + rb"(%b)(%b)(%b)(?:N|%b)(?:(%b)(%b))?ub" % (_REF, _REF, _REF, _INT, _TO_SIZES, _DIMS), re.DOTALL)
 # relative_path and its text, offset and length with their numbers; transform_descriptors and their list.
 _PLACE = re.compile(_OPEN + rb"(%b)(%b)(%b)(%b)(%b)(%b)(?:(%b)(%b))?ub" % (_REF, _REF, _REF, _INT, _REF, _INT, _REF, _REF), re.DOTALL)
 
-# What the references of a chunk, an index and a place lead to.
-_EXPECTED: Final = (
-    (Global(METADATA, "ChunkStorageMetadata"), "offsets", _SIZE, "sizes", _SIZE),
-    ("fqn", "index", "offset", _SIZE),
-    ("relative_path", "offset", "length", "transform_descriptors"),
-)
-_CHUNK_OF, _INDEX_OF, _PLACE_OF = range(3)
+_SIZE: Final = Global("torch", "Size")
+_ANYTHING: Final = object()
 _WIDTHS: Final = {0x4B: 1, 0x4D: 2, 0x4A: 4}
 _U32 = struct.Struct("<I").unpack_from
+
+
+class _Part:
+    """A part that is nearly always the same bytes, and what its references have to lead to."""
+
+    def __init__(self, pattern: bytes, *expected: Any) -> None:
+        self._pattern = re.compile(pattern.replace(_REF, rb"(" + _REF + rb")"), re.DOTALL)
+        self._expected = expected
+
+    def fetched(self, part: bytes, memo: list[Any]) -> list[Any] | None:
+        """What the references lead to, if that is as it should be."""
+        refs = self._pattern.fullmatch(part)
+        assert refs is not None
+        found = [_fetch(ref, memo) for ref in refs.groups()]
+        for one, expected in zip(found, self._expected, strict=True):
+            if expected is not _ANYTHING and not (isinstance(one, type(expected)) and one == expected):
+                return None
+        return found
+
+
+_HEAD_PART: Final = _Part(_HEAD, "properties", *[_ANYTHING] * 4, "size", _SIZE)
+_PARTS: Final = {
+    "chunks": _Part(_REF, "chunks"),
+    "to offsets": _Part(_TO_OFFSETS, Global(METADATA, "ChunkStorageMetadata"), "offsets", _SIZE),
+    "to sizes": _Part(_TO_SIZES, "sizes", _SIZE),
+    "to an index's offset": _Part(_TO_SIZES, "offset", _SIZE),
+    **{name: _Part(_REF, name) for name in ("fqn", "index", "relative_path", "offset", "length", "transform_descriptors")},
+}
 
 
 class Entry(NamedTuple):
@@ -68,25 +87,25 @@ class Index(NamedTuple):
     offset: tuple[int, ...] | None
 
 
-class Place(NamedTuple):
-    """A _StorageInfo, as it was found."""
-
-    file: Any
-    offset: Any
-    length: Any
-    descriptors: Any
-
-
 class Idioms:
-    """The idioms of one ``.metadata``. References are looked at once: where idioms are used, the memo only grows."""
+    """The idioms of one ``.metadata``. What a part's references lead to is looked at once: where idioms are used, the memo only grows."""
 
-    def __init__(self, size: Callable[[tuple[int, ...]], tuple[int, ...]], dtype: Callable[[Any], str | None]) -> None:
-        """`size` checks a shape or an offset and may return an equal one; `dtype` gives the name of a dtype, None for what is none."""
+    def __init__(
+        self,
+        size: Callable[[tuple[int, ...]], tuple[int, ...]],
+        dtype: Callable[[Any], str | None],
+        place: Callable[[Any, Any, Any, Any], Any],
+    ) -> None:
+        """`size` checks a shape or an offset and may return an equal one; `dtype` gives a dtype's name, None for what is none.
+
+        `place` makes what a _StorageInfo of this path, offset, length and these descriptors becomes. All may raise Corrupt.
+        """
         self._size = size
         self._dtype = dtype
+        self._place = place
         self._dims: dict[bytes, tuple[int, ...]] = {}
-        self._dtypes: dict[tuple[bytes, ...], str | None] = {}
-        self._agreed: list[set[tuple[bytes | None, ...]]] = [set() for _ in _EXPECTED]
+        self._dtypes: dict[bytes, str | None] = {}
+        self._good: set[tuple[str, bytes]] = set()
 
     def by_class(self) -> dict[tuple[str, str], Idiom]:
         """The idioms by module and name of their classes."""
@@ -101,15 +120,16 @@ class Idioms:
         found = _TENSOR.match(data, at)
         if found is None:
             return None
-        dtype = self._dtype_of(found.group(*_TENSOR_REFS), memo)
-        if dtype is None:
+        head, dims, chunks_key, *one, several = found.groups()
+        if head not in self._dtypes:
+            self._dtypes[head] = self._dtype_of(head, memo)
+        dtype = self._dtypes[head]
+        if dtype is None or not self._is("chunks", chunks_key, memo):
             return None
-        dims, several = found.group(8, 17)
-        parts = [found.groups()[9:16]] if several is None else [part.groups() for part in _ONE_CHUNK.finditer(several)]
         remembered = 5 + _remembered(dims)
         chunks = []
-        for kind, offsets_key, size, offsets, sizes_key, same_size, sizes in parts:
-            if not self._agree(_CHUNK_OF, (kind, offsets_key, size, sizes_key, same_size), memo):
+        for to_offsets, offsets, to_sizes, sizes in [one] if several is None else map(re.Match.groups, _ONE_CHUNK.finditer(several)):
+            if not (self._is("to offsets", to_offsets, memo) and self._is("to sizes", to_sizes, memo)):
                 return None
             chunks.append((self._sized(offsets), self._sized(sizes)))
             remembered += 2 + _remembered(offsets) + _remembered(sizes)
@@ -120,45 +140,46 @@ class Idioms:
         found = _INDEX.match(data, at)
         if found is None:
             return None
-        fqn_key, fqn, index_key, offset_key, size, dims = found.groups()
+        fqn_key, fqn, index_key, to_offset, dims = found.groups()
         name = _fetch(fqn, memo)
-        if type(name) is not str or not self._agree(_INDEX_OF, (fqn_key, index_key, offset_key, size), memo):
+        if type(name) is not str or not (self._is("fqn", fqn_key, memo) and self._is("index", index_key, memo)):
             return None
         if dims is None:
             return Index(name, None), found.end(), 2
+        if not self._is("to an index's offset", to_offset, memo):
+            return None
         return Index(name, self._sized(dims)), found.end(), 2 + _remembered(dims)
 
-    def place(self, data: bytes, at: int, memo: list[Any]) -> tuple[Place, int, int] | None:
+    def place(self, data: bytes, at: int, memo: list[Any]) -> tuple[Any, int, int] | None:
         """A _StorageInfo; see `Idiom`."""
         found = _PLACE.match(data, at)
         if found is None:
             return None
         path_key, path, offset_key, offset, length_key, length, descriptors_key, descriptors = found.groups()
-        file = _fetch(path, memo)
-        if type(file) is not str or not self._agree(_PLACE_OF, (path_key, offset_key, length_key, descriptors_key), memo):
+        keys = (("relative_path", path_key), ("offset", offset_key), ("length", length_key))
+        if not all(self._is(what, key, memo) for what, key in keys):
             return None
-        given = None if descriptors is None else _fetch(descriptors, memo)
-        return Place(file, _numbers(offset)[0], _numbers(length)[0], given), found.end(), 2
+        given = None
+        if descriptors is not None:
+            if not self._is("transform_descriptors", descriptors_key, memo):
+                return None
+            given = _fetch(descriptors, memo)
+        return self._place(_fetch(path, memo), _numbers(offset)[0], _numbers(length)[0], given), found.end(), 2
 
-    def _dtype_of(self, refs: tuple[bytes, ...], memo: list[Any]) -> str | None:
-        """The dtype of an entry with these references, None if one of them leads to what the idiom does not expect."""
-        if refs not in self._dtypes:
-            properties, kind, dtype, *_, size_key, size, chunks_key = (_fetch(ref, memo) for ref in refs)
-            as_expected = (properties, size_key, size, chunks_key) == ("properties", "size", _SIZE, "chunks")
-            is_properties = isinstance(kind, Global) and kind.name == "TensorProperties" and isinstance(size, Global)
-            self._dtypes[refs] = self._dtype(dtype) if as_expected and is_properties else None
-        return self._dtypes[refs]
-
-    def _agree(self, what: int, refs: tuple[bytes | None, ...], memo: list[Any]) -> bool:
-        """Whether the references lead to the names and classes that the idiom expects; None stands for what is left out."""
-        agreed = self._agreed[what]
-        if refs not in agreed:
-            for ref, expected in zip(refs, _EXPECTED[what], strict=True):
-                found = expected if ref is None else _fetch(ref, memo)
-                if not isinstance(found, type(expected)) or found != expected:
-                    return False
-            agreed.add(refs)
+    def _is(self, what: str, part: bytes, memo: list[Any]) -> bool:
+        """Whether the references of a part lead to what they should."""
+        if (what, part) not in self._good:
+            if _PARTS[what].fetched(part, memo) is None:
+                return False
+            self._good.add((what, part))
         return True
+
+    def _dtype_of(self, head: bytes, memo: list[Any]) -> str | None:
+        """The dtype of tensors with this head, None if it is not as it should be."""
+        fetched = _HEAD_PART.fetched(head, memo)
+        if fetched is None or not isinstance(fetched[1], Global) or fetched[1].name != "TensorProperties":
+            return None
+        return self._dtype(fetched[2])
 
     def _sized(self, dims: bytes) -> tuple[int, ...]:
         found = self._dims.get(dims)

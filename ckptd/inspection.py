@@ -13,7 +13,7 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from ckptd import contents, metadata
+from ckptd import collector, contents, metadata
 from ckptd.errors import Corrupt
 from ckptd.ledger import Ledger
 from ckptd.manifest import check_table
@@ -47,17 +47,17 @@ def stored(store: Store, ledger: Ledger, entry: Entry) -> Inspected:
         raise summary
     line = Checkpoint(summary=summary, state=Checkpoint.DURABLE, stock=entry.attempt is None, pinned=entry.pinned)
     if entry.save_id is None:
-        with _naming(entry.metadata.key):
+        with _naming(entry.metadata.key), collector.paused():
             found = metadata.read(store.get(entry.metadata.key))
             return Inspected(line, contents.stock_lines(found), contents.stock_files(found))
     shards = ledger.manifest(entry).shards
-    with _naming(manifest_key(entry.id, entry.save_id)):
+    with _naming(manifest_key(entry.id, entry.save_id)), collector.paused():
         return Inspected(line, contents.lines(shard.table for shard in shards), [shard.file for shard in shards if shard.file])
 
 
 def held(line: Checkpoint, tables: Iterable[tuple[Path, int, int]]) -> Inspected:
     """A checkpoint in memory: `tables` says where its item tables lie, as (segment, position, bytes). Raises Corrupt."""
-    with _naming(f"what memory holds of {line.summary.id}"):
+    with _naming(f"what memory holds of {line.summary.id}"), collector.paused():
         return Inspected(line, contents.lines(_table(*place) for place in tables), [])
 
 

@@ -13,13 +13,12 @@ writes it is Corrupt.
 
 from __future__ import annotations
 
-import gc
 import re
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
-from ckptd import idioms, inert, unpickler
+from ckptd import collector, idioms, inert, unpickler
 from ckptd.errors import Corrupt, InvalidRequest
 from ckptd.vocabulary import FILESYSTEM, METADATA, PLAIN, dtype_name, is_known
 
@@ -31,6 +30,8 @@ _T = TypeVar("_T")
 #: How much of the end of a ``.metadata`` `save_id` has to see.
 TAIL_NBYTES: Final = 512
 
+#: Attributes of a _StorageInfo.
+_PLACE: Final = ("relative_path", "offset", "length", "transform_descriptors")
 #: So many different sizes may have one hash, which by chance never happens.
 _ALIKE: Final = 16
 _SAVE_ID = re.compile(r"[0-9A-Za-z]{1,80}-[0-9A-Za-z]{1,80}\.manifest")
@@ -176,14 +177,8 @@ def read(data: bytes) -> Contents:
     Raises Corrupt for everything else; names the global if it is one that DCP's
     metadata never has. File names that lead out of the checkpoint are Corrupt too.
     """
-    # Millions of objects are made and none is garbage: looking for some again and again takes longer than the reading.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with collector.paused():
         return _Reader(len(data)).read(data)
-    finally:
-        if collects:
-            gc.enable()
 
 
 class _Reader:
@@ -195,7 +190,7 @@ class _Reader:
         self.files: set[str] = set()
 
     def read(self, data: bytes) -> Contents:
-        known = idioms.Idioms(self.size, dtype_name).by_class()
+        known = idioms.Idioms(self.size, dtype_name, self.place).by_class()
         state = _state(unpickler.load(data, is_known, PLAIN, known), "Metadata")
         tensors, objects = [], []
         for key, entry in _consumed(state.get("state_dict_metadata"), "state_dict_metadata"):
@@ -203,18 +198,19 @@ class _Reader:
             if type(entry) is inert.Record and entry.callee.name == "BytesStorageMetadata":
                 objects.append(fqn)
             else:
-                tensors.append(Tensor(fqn, *(entry if type(entry) is idioms.Entry else self.entry(fqn, entry))))
+                found = entry if type(entry) is idioms.Entry else self.entry(fqn, entry)
+                self.spend(len(found.shape) + len(found.chunks))
+                tensors.append(Tensor(fqn, *found))
         storage = {}
         if state.get("storage_data") is not None:
             for key, info in _consumed(state["storage_data"], "storage_data"):
-                storage[self.index(key)] = self.place(info)
+                storage[self.index(key)] = info if type(info) is StoredAt else self.place(*map(_state(info, "_StorageInfo").get, _PLACE))
         return Contents(tensors, objects, storage, self.save_id(state.get("storage_meta")))
 
     def entry(self, fqn: bytes, entry: Any) -> idioms.Entry:
         state = _state(entry, "TensorStorageMetadata")
         chunks = []
         for chunk in _of(list, state.get("chunks"), "chunks"):
-            self.spend(1)
             fields = _state(chunk, "ChunkStorageMetadata")
             chunks.append((self.size(fields.get("offsets")), self.size(fields.get("sizes"))))
         dtype = dtype_name(_dtype(state.get("properties")))
@@ -229,16 +225,14 @@ class _Reader:
         offset = state.get("offset")
         return _fqn(state.get("fqn")), None if offset is None else self.size(offset)
 
-    def place(self, info: Any) -> StoredAt:
-        if type(info) is not idioms.Place:
-            state = _state(info, "_StorageInfo")
-            info = idioms.Place(*map(state.get, ("relative_path", "offset", "length", "transform_descriptors")))
-        descriptors = info.descriptors or ()
-        if type(descriptors) not in (list, tuple):
-            raise Corrupt("the metadata has transform descriptors that are no list")
-        self.spend(1 + len(descriptors))
-        names = tuple([_of(str, one, "a descriptor") for one in descriptors])
-        return StoredAt(self.file(info.file), _count(info.offset), _count(info.length), names)
+    def place(self, file: Any, offset: Any, length: Any, descriptors: Any) -> StoredAt:
+        names: tuple[str, ...] = ()
+        if descriptors:
+            if type(descriptors) not in (list, tuple):
+                raise Corrupt("the metadata has transform descriptors that are no list")
+            self.spend(len(descriptors))
+            names = tuple([_of(str, one, "a descriptor") for one in descriptors])
+        return StoredAt(self.file(file), _count(offset), _count(length), names)
 
     def file(self, name: Any) -> str:
         if type(name) is not str or name not in self.files:

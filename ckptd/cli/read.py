@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from ckptd import collector
 from ckptd.cli import documents, output, source
 from ckptd.model import parse_run, parse_target
 
@@ -45,14 +46,15 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     parse_target(arguments.id)
-    with source.opened(arguments) as opened:
+    with source.opened(arguments) as opened, collector.paused():
         whole = opened.show(arguments.id)
-    if arguments.json:
-        output.write(documents.text(documents.shown(whole)) + "\n")
-        return 0
-    from ckptd.cli import render  # only people need rich
+        if arguments.json:
+            text = documents.text(documents.shown(whole)) + "\n"
+        else:
+            from ckptd.cli import render  # only people need rich
 
-    output.write(render.shown(whole))
+            text = render.shown(whole)
+    output.write(text)
     return 0
 
 

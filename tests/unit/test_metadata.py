@@ -8,7 +8,7 @@ import pickle
 import pickletools
 import struct
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptd import archive, codec, manifest, metadata, unpickler
+from ckptd import archive, codec, inert, manifest, metadata, unpickler
 from ckptd.errors import Corrupt, InvalidRequest
 from ckptd.metadata import Placed
 from ckptd_client.forms import form_of
@@ -39,9 +39,11 @@ ODD_NAMES = ["", "a/b/../c", "x" * 1000, "\ud800 alone", "naïve ☃ 🦖", "*?[
 
 
 def tensor_metadata(dtype: torch.dtype, shape: list[int], chunks: int = 1) -> TensorStorageMetadata:
-    sizes = torch.Size(shape)
     offsets = [torch.Size([i * shape[0], *[0] * (len(shape) - 1)]) if shape else torch.Size([]) for i in range(chunks)]
-    return TensorStorageMetadata(TensorProperties(dtype), sizes, [ChunkStorageMetadata(at, sizes) for at in offsets])
+    # Each Size is an object of its own, as stock's are: one that is shared would be pickled as a reference.
+    return TensorStorageMetadata(
+        TensorProperties(dtype), torch.Size(shape), [ChunkStorageMetadata(at, torch.Size(shape)) for at in offsets]
+    )
 
 
 def stock_without_storage(names: list[str]) -> Metadata:
@@ -374,6 +376,29 @@ def test_hostile_pickles_are_corrupt(data: bytes) -> None:
         metadata.read(data)
 
 
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"X\x01\0\0\0aNa.", "adds to a str"),
+        (b"X\x01\0\0\0a(Ne.", "adds to a str"),
+        (b"](NNu.", "sets keys of a list"),
+        (b"]NNs.", "sets keys of a list"),
+        (b"]Nb.", "gives state to a list"),
+        (b"N)R.", "calls a NoneType with a tuple"),
+        (b"ctorch\nSize\nNR.", "calls a Plain with a NoneType"),
+        (b"]X\x01\0\0\0a\x93.", "names a class by a str in a list"),
+        (b"X\x05\0\0\0torch]\x93.", "names a class by a list in a str"),
+        (b"\x8a\xff\x01.", "cut short: 255 more are needed at byte 4"),
+        (b"N(.", "ends at byte 5 of 5 with 1 values"),
+        (b"NN.", "ends at byte 5 of 5 with 2 values"),
+        (b"N.N", "ends at byte 4 of 5 with 1 values"),
+    ],
+)
+def test_a_pickle_that_no_pickler_writes_is_told_apart(data: bytes, told: str) -> None:
+    with pytest.raises(Corrupt, match=told):
+        unpickler.load(b"\x80\x02" + data, lambda _module, _name: True, {("torch", "Size")})
+
+
 def test_chunks_shared_by_reference_do_not_multiply() -> None:
     shared = [ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))] * 3000
     of = Metadata({str(i): TensorStorageMetadata(TensorProperties(torch.int8), torch.Size([1]), shared) for i in range(3000)})
@@ -454,3 +479,113 @@ def test_every_opcode_that_the_c_pickler_writes_is_known_and_no_other() -> None:
         if "has opcode" in str(told.value):
             refused.add(one.name)
     assert refused == unused
+
+
+def oddly_chunked() -> Metadata:
+    """Tensors of every kind that an idiom has to tell apart, among enough others that references get long."""
+    wide = [0, 1, 255, 256, 65_535, 65_536, (1 << 31) - 1, 1 << 31, (1 << 39) - 1, 1 << 39, (1 << 47) - 1, 1 << 47, (1 << 62) + 1]
+    names = [f"model.layers.{i}.weight" for i in range(300)]
+    of = Metadata({name: tensor_metadata(torch.bfloat16, [i, 3], 1 + i % 3) for i, name in enumerate(names)})
+    state: dict[str, Any] = of.state_dict_metadata
+    for dims in range(7):
+        state[f"dims.{dims}"] = tensor_metadata(torch.float32, [2] * dims)
+    for number in wide:
+        state[f"wide.{number}"] = tensor_metadata(torch.int8, [1, number, 1], 2)
+    state["many"] = tensor_metadata(torch.float8_e4m3fn, [1, 2], 1000)
+    state["more"] = tensor_metadata(torch.complex64, [1, 2], 1001)
+    state["none"] = tensor_metadata(torch.complex64, [1, 2], 0)
+    state["grad"] = tensor_metadata(torch.float32, [1])
+    state["grad"].properties.requires_grad = True
+    state["sparse"] = tensor_metadata(torch.float32, [1])
+    state["sparse"].properties.layout = torch.sparse_coo
+    shared = state["model.layers.7.weight"]
+    state["again"] = TensorStorageMetadata(shared.properties, shared.size, shared.chunks)
+    of.storage_data = {}
+    for number, (name, entry) in enumerate(state.items()):
+        for at, piece in enumerate(entry.chunks):
+            where = (f"__{number % 5}_0.distcp", wide[number % len(wide)], wide[at % len(wide)])
+            info = _StorageInfo(*where, transform_descriptors=["stream.zstd/1"] if number % 2 else None)
+            of.storage_data[MetadataIndex(name, piece.offsets, at if number % 3 else None)] = info
+    of.planner_data = {name: (name,) for name in state}
+    of.storage_meta = StorageMeta(checkpoint_id="x", save_id=str(uuid.uuid4()))
+    return of
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_idioms_read_what_the_machine_reads_and_what_was_written(protocol: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = oddly_chunked()
+    data = pickle.dumps(of, protocol)
+    found = metadata.read(data)
+    for tensor in found.tensors:
+        expected = of.state_dict_metadata[tensor.fqn.decode()]
+        assert isinstance(expected, TensorStorageMetadata)
+        assert (getattr(torch, tensor.dtype), tensor.shape) == (expected.properties.dtype, tuple(expected.size))
+        assert tensor.chunks == tuple((tuple(one.offsets), tuple(one.sizes)) for one in expected.chunks)
+    assert len(found.tensors) == len(of.state_dict_metadata)
+    assert found.storage == {
+        (index.fqn.encode(), tuple(index.offset)): (info.relative_path, info.offset, info.length, tuple(info.transform_descriptors or ()))
+        for index, info in of.storage_data.items()
+    }
+    monkeypatch.setattr(unpickler, "_IDIOMATIC_PROTOCOL", 200)
+    assert metadata.read(data) == found
+
+
+def test_nearly_all_that_stock_writes_is_read_by_idioms(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"model.layers.{i}.weight" for i in range(400)]
+    of = Metadata({name: tensor_metadata(torch.bfloat16, [4, 3], 1 + i % 2) for i, name in enumerate(names)})
+    chunks = [(name, piece) for name, entry in of.state_dict_metadata.items() for piece in entry.chunks]  # type: ignore[union-attr]
+    of.storage_data = {MetadataIndex(name, piece.offsets, 0): _StorageInfo("__0_0.distcp", 70_000, 300) for name, piece in chunks}
+    made: list[Any] = []
+    recognise = inert.Machine.recognise
+
+    def counted(machine: inert.Machine, frequent: inert.Frequent, at: int) -> int:
+        end = recognise(machine, frequent, at)
+        made.append(end)
+        return end
+
+    monkeypatch.setattr(inert.Machine, "recognise", counted)
+    assert len(metadata.read(pickle.dumps(of, 4)).tensors) == 400
+    # The first of each kind spells out what the others refer to; the first two keep their references short.
+    assert made.count(0) <= 4
+    assert len(made) >= 400 + 2 * len(chunks) - 4
+
+
+def test_a_class_that_is_replaced_in_the_memo_is_not_taken_for_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    # No pickler does that at protocol 4; who does it by hand gets what the machine makes of it.
+    whole = pickle.dumps(Metadata({f"t{i}": tensor_metadata(torch.int8, [1, 2]) for i in range(3)}), 4)
+    at = whole.index(b"\x8c\x02t2")
+    replaced = [whole[:at] + b"N" + b"q" + bytes([place]) + b"0" + whole[at:] for place in range(40)]
+
+    def outcomes() -> list[Any]:
+        found: list[Any] = []
+        for data in replaced:
+            try:
+                found.append(metadata.read(data))
+            except Corrupt:
+                found.append(Corrupt)
+        return found
+
+    with_idioms = outcomes()
+    assert Corrupt in with_idioms
+    monkeypatch.setattr(unpickler, "_IDIOMATIC_PROTOCOL", 200)
+    assert outcomes() == with_idioms
+
+
+def test_mappings_of_other_kinds_are_read_and_what_is_none_is_corrupt() -> None:
+    entries = {"a": tensor_metadata(torch.int8, [1]), "b": BytesStorageMetadata()}
+    for mapping in (OrderedDict(entries), defaultdict(dict, entries)):
+        found = metadata.read(pickle.dumps(Metadata(mapping)))  # type: ignore[arg-type]
+        assert ([one.fqn for one in found.tensors], found.objects) == ([b"a"], [b"b"])
+    for odd in ([1, 2], [(1, 2, 3)], ["ab"]):
+        with pytest.raises(Corrupt):
+            metadata.read(pickle.dumps(Metadata(ListLike(odd))))  # type: ignore[arg-type]
+
+
+class ListLike:
+    """Pickles to an OrderedDict that is appended to as a list."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), None, iter(self.values)
