@@ -78,7 +78,10 @@ class Sweeper:
         key = metadata_key(entry.id)
         if entry.metadata.linked:
             raise WrongPhase(f"{entry.id} lies behind a symbolic link: delete it under the name that it leads to")
-        content = self.store.get(key) if entry.save_id is None or entry.damaged else None
+        try:
+            content = self.store.get(key) if entry.save_id is None or entry.damaged else None
+        except NotFound:
+            raise WrongPhase(f"{entry.id} has been deleted meanwhile") from None
         files = self._files_of(entry, content)
         now_us = int(time.time() * 1e6)
         note = Tombstone(id=str(entry.id), save_id=entry.save_id or "", deleted_us=now_us, files=[*files])

@@ -424,6 +424,7 @@ class Stage:
         daemon.environment = {}
         daemon.arguments[daemon.arguments.index("--memory") + 1] = self.scenario.memory_after
         daemon.store = str(self.path_of(daemon))
+        self.check_store(daemon, told)
         del daemon.arguments[len(daemon.arguments) - len(scenario.arguments) :]
         if scenario.keeping:
             before, after = Picture.of(self.store), Picture.of(self.path_of(daemon))
@@ -459,6 +460,16 @@ class Stage:
             assert_equal(there, state(told.accepted[id], numel))
         if scenario.keeping:
             self.check_that_a_prune_ends_it(daemon, told)
+
+    def check_store(self, daemon: ForkedDaemon, told: Told) -> None:
+        """What is left if memory is gone as well: what was durable before, old or new, and nothing that is not whole."""
+        stored = assert_whole_or_absent(self.path_of(daemon))
+        for id, there in stored.items():
+            value = there["r0"]["value"]
+            assert value in {self.told.accepted.get(id), told.accepted.get(id), told.unsure.get(id)}, (id, value)
+            assert_equal(there, state(value, self.scenario.numel))
+        before = {str(path.parent.relative_to(self.store)) for path in self.store.rglob(".metadata")}
+        assert before - told.leaving.keys() - told.deleted <= stored.keys()
 
     def check_that_a_prune_ends_it(self, daemon: ForkedDaemon, told: Told) -> None:
         """What a prune that was cut off has left, later ones take: no file of ours that nothing refers to stays."""
@@ -502,8 +513,9 @@ def run_matrix(server: ForkServer, scenario: Scenario, *, before: bool, after: r
                 raise
         seconds = time.monotonic() - began
         print(f"{scenario.name}: {len(effects)} effects, {len(moments)} kills, {len(stage.unreached)} not reached, {seconds:.0f} s")
-        # Memory for a next save, for one, is made in the background: how far that gets is chance.
-        assert len(stage.unreached) * 5 <= len(moments), stage.unreached
+        # Memory for a next save is made in the background: how far that gets is chance, and so is whether it serves.
+        unreached = [moment for moment in stage.unreached if not re.search(r" \*\.(spare|open) #", moment)]
+        assert len(unreached) * 10 <= len(moments), unreached
     finally:
         shutil.rmtree(stage.root, ignore_errors=True)
 

@@ -175,6 +175,18 @@ def test_what_was_saved_again_is_not_deleted(root: Path, store: Store, sweeper: 
     assert whole(store, "a")
 
 
+def test_what_has_been_deleted_since_it_was_seen_is_not_deleted_again(root: Path, store: Store, sweeper: Sweeper) -> None:
+    save(store, "ours", 1)
+    save_stock(store, "stock", {"__0_0.distcp": b"x"})
+    for name in ("ours", "stock"):
+        entry = sweeper.ledger.find(an_id(name))
+        delete(store, name)
+        before = files(root)
+        with pytest.raises(WrongPhase, match="deleted meanwhile"):
+            sweeper.delete(entry)
+        assert files(root) == before
+
+
 @pytest.mark.parametrize("by", ["us", "stock", "nobody"])
 def test_what_is_saved_again_while_it_is_being_deleted_stays(root: Path, store: Store, by: str) -> None:
     """The new save's `.metadata` comes after the tombstone; its committer sees the tombstone, and here gives up looking."""
