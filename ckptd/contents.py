@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from ckptd.errors import Corrupt
-from ckptd.metadata import Contents
+from ckptd.metadata import Contents, Tensor
 from ckptd.model import CheckpointId
 from ckptd.v1.daemon_pb2 import Checkpoint, ShowReply
 from ckptd.v1.manifest_pb2 import Item, Table
@@ -107,6 +107,16 @@ def replies(checkpoint: Checkpoint, tensors: Iterable[ShowReply.Tensor], files: 
             yield reply
             reply, nbytes = ShowReply(), 0
     yield reply
+
+
+def is_covered(tensor: Tensor) -> bool:
+    """Whether the chunks of a tensor lie inside it and have as many elements as it has: a load would leave the rest as it was."""
+    inside = all(
+        len(offsets) == len(sizes) == len(tensor.shape)
+        and all(offset + size <= whole for offset, size, whole in zip(offsets, sizes, tensor.shape, strict=True))
+        for offsets, sizes in tensor.chunks
+    )
+    return inside and sum(math.prod(sizes) for _, sizes in tensor.chunks) == math.prod(tensor.shape)
 
 
 def expected_nbytes(dtype: str, chunks: Sequence[Sequence[int]]) -> int:

@@ -104,7 +104,7 @@ def put_together(settings: Settings, store: Store) -> Rooms:
         codec=codec.name,
         open_timeout_seconds=settings.open_timeout_seconds,
         ledger=ledger,
-        flusher=Flusher(store, ledger, codec, compute, uploads),
+        flusher=Flusher(store, ledger, compute, uploads),
         threads=threads,
         memory_threads=memory_threads,
         flush_threads=flush_threads,

@@ -77,7 +77,7 @@ class Fallback:
         before = unstored(self.node)
         try:
             line = await self.restore.resolve(target)
-            if (attempt := self._held(line.summary.attempt)) is not None:
+            if (attempt := self._held(CheckpointId.parse(line.summary.id), line.summary.attempt)) is not None:
                 return checkpoint_of(attempt)
         except errors.Corrupt:
             pass  # that is what is to be found out below
@@ -108,7 +108,7 @@ class Fallback:
     async def _good(self, candidate: Entry | Attempt) -> tuple[Checkpoint | None, str]:
         """The checkpoint if it is whole; else what is wrong with it. Raises NotFound if it is not there any more."""
         name = candidate.name if isinstance(candidate, Attempt) else candidate.attempt
-        if (attempt := self._held(name)) is not None:
+        if (attempt := self._held(candidate.id, name)) is not None:
             return checkpoint_of(attempt), ""
         if isinstance(candidate, Attempt):
             if (now := self.node.catalog.attempts.get(candidate.name)) is None or now.state == Checkpoint.DURABLE:
@@ -126,10 +126,10 @@ class Fallback:
             return None, damage[0] + (f" (and {more} more)" if more else "")
         return line, ""
 
-    def _held(self, name: str | None) -> Attempt | None:
+    def _held(self, id: CheckpointId, name: str | None) -> Attempt | None:
         """The attempt, if all of it is in memory."""
         attempt = self.node.catalog.attempts.get(name or "")
-        if attempt is None or not attempt.whole or attempt.state in (Checkpoint.ABORTED, Checkpoint.LOST):
+        if attempt is None or attempt.id != id or not attempt.whole or attempt.state in (Checkpoint.ABORTED, Checkpoint.LOST):
             return None
         there = all(self.node.arena.get(token).path.exists() for token in attempt.tokens)
         return attempt if there else None

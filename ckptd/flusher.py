@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptd import archive, errors, manifest
-from ckptd.codec import Codec, block_hash
+from ckptd.codec import Codec, block_hash, parse
 from ckptd.ledger import Ledger
 from ckptd.model import BLOCK_NBYTES, CheckpointId, data_key, mint_token
 from ckptd.store import Store
@@ -40,11 +40,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Flusher:
-    """Uploads attempts. All calls block; `compute` runs the codec, `uploads` the puts of several shards."""
+    """Uploads attempts, each in the codec that its record names: an earlier daemon may have accepted it with another one.
+
+    All calls block; `compute` runs the codec, `uploads` the puts of several shards.
+    """
 
     store: Store
     ledger: Ledger
-    codec: Codec
     compute: Executor
     uploads: Executor
     window: int = 8
@@ -58,7 +60,7 @@ class Flusher:
         """
         checkpoint = CheckpointId.parse(record.summary.id)
         running = {
-            self.uploads.submit(self._upload, checkpoint, receipt, paths[receipt.token], stop): receipt.token
+            self.uploads.submit(self._upload, checkpoint, receipt, paths[receipt.token], parse(record.summary.codec), stop): receipt.token
             for receipt in record.shards
             if receipt.token not in done
         }
@@ -78,7 +80,7 @@ class Flusher:
         self.ledger.commit(checkpoint, committed, pickle, only_new=record.only_new)
         return committed
 
-    def _upload(self, checkpoint: CheckpointId, receipt: Receipt, path: Path, stop: threading.Event) -> StoredShard:
+    def _upload(self, checkpoint: CheckpointId, receipt: Receipt, path: Path, codec: Codec, stop: threading.Event) -> StoredShard:
         table = read_table(path, receipt)
         if not table.items:
             return StoredShard(rank=receipt.rank, table=table)
@@ -88,12 +90,12 @@ class Flusher:
 
             def source() -> Iterator[bytes]:
                 stored[:] = []
-                return self._blocks(segment.fileno(), table, stored, stop)
+                return self._blocks(segment.fileno(), table, stored, codec, stop)
 
             nbytes = self.store.put(data_key(checkpoint, name), source, nbytes_hint=receipt.nbytes)
         return StoredShard(rank=receipt.rank, file=name, nbytes=nbytes, table=table, stored=stored)
 
-    def _blocks(self, fd: int, table: Table, stored: list[Stored], stop: threading.Event) -> Iterator[bytes]:
+    def _blocks(self, fd: int, table: Table, stored: list[Stored], codec: Codec, stop: threading.Event) -> Iterator[bytes]:
         """Encodes the shard block by block, a few ahead of the upload, and notes where each lands."""
         offset = 0
         ahead: deque[tuple[list[Span], Future[list[tuple[bytes, bytes]]]]] = deque()
@@ -115,7 +117,7 @@ class Flusher:
                 if stop.is_set():
                     raise Stopped("the flush was stopped")
                 complete_containers(fd, table, spans)
-                ahead.append((spans, self.compute.submit(encode_spans, fd, spans, self.codec)))
+                ahead.append((spans, self.compute.submit(encode_spans, fd, spans, codec)))
                 if len(ahead) >= self.window:
                     yield land()
             while ahead:

@@ -63,13 +63,13 @@ class _Part:
 
 
 _HEAD_PART: Final = _Part(_HEAD, "properties", *[_ANYTHING] * 4, "size", _SIZE)
-_PARTS: Final = {
-    "chunks": _Part(_REF, "chunks"),
-    "to offsets": _Part(_TO_OFFSETS, Global(METADATA, "ChunkStorageMetadata"), "offsets", _SIZE),
-    "to sizes": _Part(_TO_SIZES, "sizes", _SIZE),
-    "to an index's offset": _Part(_TO_SIZES, "offset", _SIZE),
-    **{name: _Part(_REF, name) for name in ("fqn", "index", "relative_path", "offset", "length", "transform_descriptors")},
-}
+_IN_TENSOR: Final = (
+    _Part(_REF, "chunks"),
+    _Part(_TO_OFFSETS, Global(METADATA, "ChunkStorageMetadata"), "offsets", _SIZE),
+    _Part(_TO_SIZES, "sizes", _SIZE),
+)
+_IN_INDEX: Final = (_Part(_REF, "fqn"), _Part(_REF, "index"), _Part(_TO_SIZES, "offset", _SIZE))
+_IN_PLACE: Final = tuple(_Part(_REF, name) for name in ("relative_path", "offset", "length", "transform_descriptors"))
 
 
 class Entry(NamedTuple):
@@ -105,7 +105,7 @@ class Idioms:
         self._place = place
         self._dims: dict[bytes, tuple[int, ...]] = {}
         self._dtypes: dict[bytes, str | None] = {}
-        self._good: set[tuple[str, bytes]] = set()
+        self._good: dict[tuple[_Part, ...], set[tuple[bytes | None, ...]]] = {_IN_TENSOR: set(), _IN_INDEX: set(), _IN_PLACE: set()}
 
     def by_class(self) -> dict[tuple[str, str], Idiom]:
         """The idioms by module and name of their classes."""
@@ -124,12 +124,12 @@ class Idioms:
         if head not in self._dtypes:
             self._dtypes[head] = self._dtype_of(head, memo)
         dtype = self._dtypes[head]
-        if dtype is None or not self._is("chunks", chunks_key, memo):
+        if dtype is None:
             return None
         remembered = 5 + _remembered(dims)
         chunks = []
         for to_offsets, offsets, to_sizes, sizes in [one] if several is None else map(re.Match.groups, _ONE_CHUNK.finditer(several)):
-            if not (self._is("to offsets", to_offsets, memo) and self._is("to sizes", to_sizes, memo)):
+            if not self._are(_IN_TENSOR, (chunks_key, to_offsets, to_sizes), memo):
                 return None
             chunks.append((self._sized(offsets), self._sized(sizes)))
             remembered += 2 + _remembered(offsets) + _remembered(sizes)
@@ -142,12 +142,10 @@ class Idioms:
             return None
         fqn_key, fqn, index_key, to_offset, dims = found.groups()
         name = _fetch(fqn, memo)
-        if type(name) is not str or not (self._is("fqn", fqn_key, memo) and self._is("index", index_key, memo)):
+        if type(name) is not str or not self._are(_IN_INDEX, (fqn_key, index_key, to_offset), memo):
             return None
         if dims is None:
             return Index(name, None), found.end(), 2
-        if not self._is("to an index's offset", to_offset, memo):
-            return None
         return Index(name, self._sized(dims)), found.end(), 2 + _remembered(dims)
 
     def place(self, data: bytes, at: int, memo: list[Any]) -> tuple[Any, int, int] | None:
@@ -156,22 +154,19 @@ class Idioms:
         if found is None:
             return None
         path_key, path, offset_key, offset, length_key, length, descriptors_key, descriptors = found.groups()
-        keys = (("relative_path", path_key), ("offset", offset_key), ("length", length_key))
-        if not all(self._is(what, key, memo) for what, key in keys):
+        if not self._are(_IN_PLACE, (path_key, offset_key, length_key, descriptors_key), memo):
             return None
-        given = None
-        if descriptors is not None:
-            if not self._is("transform_descriptors", descriptors_key, memo):
-                return None
-            given = _fetch(descriptors, memo)
-        return self._place(_fetch(path, memo), _numbers(offset)[0], _numbers(length)[0], given), found.end(), 2
+        given = None if descriptors is None else _fetch(descriptors, memo)
+        return self._place(_fetch(path, memo), _number(offset), _number(length), given), found.end(), 2
 
-    def _is(self, what: str, part: bytes, memo: list[Any]) -> bool:
-        """Whether the references of a part lead to what they should."""
-        if (what, part) not in self._good:
-            if _PARTS[what].fetched(part, memo) is None:
-                return False
-            self._good.add((what, part))
+    def _are(self, expected: tuple[_Part, ...], parts: tuple[bytes | None, ...], memo: list[Any]) -> bool:
+        """Whether the references of all parts that are there lead to what they should."""
+        good = self._good[expected]
+        if parts not in good:
+            for part, one in zip(parts, expected, strict=True):
+                if part is not None and one.fetched(part, memo) is None:
+                    return False
+            good.add(parts)
         return True
 
     def _dtype_of(self, head: bytes, memo: list[Any]) -> str | None:
@@ -199,6 +194,14 @@ def _fetch(ref: bytes, memo: list[Any]) -> Any:
 def _remembered(dims: bytes) -> int:
     """How often a torch.Size is remembered: the tuple unless it is empty, the arguments, the Size."""
     return 2 if dims[0] == 0x29 else 3
+
+
+def _number(opcode: bytes) -> int:
+    """One int."""
+    kind = opcode[0]
+    if kind == 0x4B:
+        return opcode[1]
+    return int.from_bytes(opcode[2 if kind == 0x8A else 1 :], "little", signed=kind != 0x4D)
 
 
 def _numbers(opcodes: bytes) -> tuple[int, ...]:

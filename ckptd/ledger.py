@@ -34,6 +34,11 @@ class Ledger:
         #: Keys of tombstones whose deletion has ended in this process: they threaten nothing any more.
         self.ended_deletions: set[str] = set()
 
+    @property
+    def url(self) -> str:
+        """Where it is, for people and for telling stores apart."""
+        return self._store.url
+
     def scan(self, run: str | None = None) -> Scan:
         """All checkpoints (of one run), and what has not become one."""
         return scan(self._store, run)

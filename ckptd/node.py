@@ -80,10 +80,13 @@ class Node:
         """Takes over what an earlier daemon had accepted; unlinks everything else."""
         for left in left_behind(self.arena):
             record = left.record
-            self._apply(self.catalog.accept(record, durable=left.durable))
+            durable = left.durable and record.store in ("", self.ledger.url)
+            if left.durable and not durable:
+                log.warning("%s is durable in %s: it is put into this store, too", record.summary.id, record.store)
+            self._apply(self.catalog.accept(record, durable=durable or bool(left.gone)))
             for token in left.gone:
                 self._apply(self.catalog.evicted(token))
-            if not left.durable:
+            if not durable:
                 self.backlog.recovered.add(record.summary.attempt)
                 log.info("re-adopted %s (%d bytes), not durable yet", record.summary.id, record.summary.raw_bytes)
 
@@ -159,6 +162,7 @@ class Node:
             self._waited_for.add(checkpoint.run)
             await self._learn(checkpoint.run)
         record = self.catalog.prepare(request, time.time_ns() // 1000)
+        record.store = self.ledger.url
         name = record.summary.attempt
         try:
             self.arena.put_record(name, "accepted", record.SerializeToString())

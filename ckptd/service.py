@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from ckptd import __version__, errors, inspection
+from ckptd import __version__, collector, errors, inspection
 from ckptd.attempt import checkpoint_of
 from ckptd.fallback import Fallback
 from ckptd.index import Piece
@@ -174,7 +174,8 @@ class Service(DaemonServicer):
             store, ledger = self.restore.fetcher.store, self.restore.ledger
 
             def from_store() -> list[pb.ShowReply]:
-                return inspection.stored(store, ledger, ledger.find(checkpoint)).replies()
+                with collector.paused():
+                    return inspection.stored(store, ledger, ledger.find(checkpoint)).replies()
 
             replies = await asyncio.get_running_loop().run_in_executor(self.restore.threads, from_store)
         else:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ckptd.codec import block_hash
-from ckptd.contents import expected_nbytes
+from ckptd.contents import expected_nbytes, is_covered
 from ckptd.errors import CkptdError, Corrupt, InvalidRequest
 from ckptd.items import ItemShard, damaged, measure, named
 from ckptd.metadata import Contents, StoredAt, read
@@ -142,6 +142,9 @@ def parse(contents: Contents) -> list[Part]:
 
     What is stored and no part of the state, or the other way round, is left out.
     """
+    for tensor in contents.tensors:
+        if not is_covered(tensor):
+            raise Corrupt(f"the chunks of {tensor.fqn[:200]!r} do not make a tensor of shape {tuple(tensor.shape)}")
     chunks = {tensor.fqn: dict(tensor.chunks) for tensor in contents.tensors}
     dtypes = {tensor.fqn: tensor.dtype for tensor in contents.tensors}
     objects = set(contents.objects)

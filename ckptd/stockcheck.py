@@ -22,7 +22,7 @@ from ckptd.blocks import REQUEST_NBYTES
 from ckptd.errors import Corrupt
 from ckptd.items import Window
 from ckptd.metadata import Contents
-from ckptd.model import CheckpointId, data_key
+from ckptd.model import CheckpointId, data_key, metadata_key
 from ckptd.store import Store
 
 #: The end of an item's content that is kept while it is decoded: where the directory is, and of most items all.
@@ -61,7 +61,7 @@ def checks(store: Store, id: CheckpointId, metadata: Contents, sizes: Mapping[st
     by_file: dict[str, list[_Item]] = {}
     for file, item in _items(metadata):
         by_file.setdefault(file, []).append(item)
-    found = Found()
+    found = Found(_gaps(id, metadata))
     to_read: list[Check] = []
     for file, items in sorted(by_file.items()):
         key = data_key(id, file)
@@ -88,6 +88,25 @@ def _items(metadata: Contents) -> Iterator[tuple[str, _Item]]:
         shown = repr(fqn.decode(errors="backslashreplace")[:200])
         name = shown if offset is None else f"{shown} at {offset}"
         yield place.file, _Item(name, place.offset, place.offset + place.length, place.descriptors, tensor is None, expected)
+
+
+def _gaps(id: CheckpointId, metadata: Contents) -> list[str]:
+    """Where `.metadata` contradicts itself: chunks that make no tensor, and what is stored nowhere or where another item is."""
+    key, wrong = metadata_key(id), []
+    for tensor in metadata.tensors:
+        shown = repr(tensor.fqn.decode(errors="backslashreplace")[:200])
+        if not contents.is_covered(tensor):
+            wrong.append(f"{key} is damaged: the chunks of {shown} do not make a tensor of shape {tuple(tensor.shape)}")
+        alone = len(tensor.chunks) == 1
+        if any(
+            (tensor.fqn, at) not in metadata.storage and not (alone and (tensor.fqn, None) in metadata.storage) for at, _ in tensor.chunks
+        ):
+            wrong.append(f"{key} is damaged: it does not say where all of {shown} is stored")
+    lost = [fqn.decode(errors="backslashreplace")[:200] for fqn in metadata.objects if (fqn, None) not in metadata.storage]
+    wrong += [f"{key} is damaged: it does not say where {shown!r} is stored" for shown in lost]
+    places = Counter((place.file, place.offset) for place in metadata.storage.values() if place.length)
+    wrong += [f"{key} is damaged: two items are stored at byte {at} of {file}" for (file, at), items in places.items() if items > 1]
+    return wrong
 
 
 def _covered(items: list[_Item]) -> int:

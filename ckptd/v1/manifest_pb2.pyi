@@ -113,18 +113,20 @@ class Summary(_message.Message):
     def __init__(self, id: _Optional[str] = ..., attempt: _Optional[str] = ..., step: _Optional[int] = ..., accepted_us: _Optional[int] = ..., world_size: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., tags: _Optional[_Mapping[str, str]] = ..., parent: _Optional[str] = ...) -> None: ...
 
 class Record(_message.Message):
-    __slots__ = ("summary", "shards", "metadata", "durable", "only_new")
+    __slots__ = ("summary", "shards", "metadata", "durable", "only_new", "store")
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
     ONLY_NEW_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
     summary: Summary
     shards: _containers.RepeatedCompositeFieldContainer[Receipt]
     metadata: Receipt
     durable: bool
     only_new: bool
-    def __init__(self, summary: _Optional[_Union[Summary, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., metadata: _Optional[_Union[Receipt, _Mapping]] = ..., durable: bool = ..., only_new: bool = ...) -> None: ...
+    store: str
+    def __init__(self, summary: _Optional[_Union[Summary, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., metadata: _Optional[_Union[Receipt, _Mapping]] = ..., durable: bool = ..., only_new: bool = ..., store: _Optional[str] = ...) -> None: ...
 
 class Stored(_message.Message):
     __slots__ = ("offset", "lengths", "hashes")

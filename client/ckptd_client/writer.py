@@ -175,6 +175,8 @@ def _checked_tags(tags: object) -> dict[str, str]:
         return {}
     if not isinstance(tags, Mapping) or not all(isinstance(text, str) for pair in tags.items() for text in pair):
         raise InvalidRequest(f"tags map str to str, which {tags!r} does not")
+    if any(not text.isascii() and text != text.encode("utf-8", "replace").decode() for pair in tags.items() for text in pair):
+        raise InvalidRequest(f"tags are Unicode text, and {tags!r} has a lone surrogate")
     return dict(tags)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -318,3 +319,20 @@ def test_nothing_is_read_on_for_a_rank_that_has_gone(pair: Pair, faulty: Faulty)
     while "nobody waits for s/step-1 any more" not in faulty.daemon.log.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_copy_is_judged_by_its_own_files(tmp_path: Path) -> None:
+    with DaemonProcess(str(tmp_path / "store")) as daemon:
+        dcp.save({"t": torch.ones(1000)}, checkpoint_id="run/step-1", storage_writer=DaemonStorageWriter(address=daemon.address))
+        wait("run/step-1", address=daemon.address, timeout=60)
+        for copy in ("copy", "hurt"):
+            shutil.copytree(tmp_path / "store" / "run" / "step-1", tmp_path / "store" / copy / "step-5")
+        reader = DaemonStorageReader("copy/latest", address=daemon.address, fallback=True)
+        dcp.load({"t": torch.zeros(1000)}, storage_reader=reader)
+        assert reader.read_metadata().storage_meta.checkpoint_id == "copy/step-5"
+        file = next((tmp_path / "store" / "hurt" / "step-5").glob("*.distcp"))
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(CheckpointException, match="damaged"):
+            dcp.load({"t": torch.zeros(1000)}, storage_reader=DaemonStorageReader("hurt/step-5", address=daemon.address, fallback=True))

@@ -137,3 +137,34 @@ def test_a_damaged_record_stops_no_start_and_takes_nothing_with_it(tmp_path: Pat
         daemon.start()
         assert load(daemon, "step-3") == 3
         assert not damaged.exists()
+
+
+@pytest.mark.parametrize(("accepted", "flushed"), [("none", "zstd:1"), ("zstd:1", "none")])
+def test_what_was_accepted_under_another_codec_becomes_durable_whole(tmp_path: Path, accepted: str, flushed: str) -> None:
+    control = tmp_path / "control"
+    control.write_text('{"hold_after": 0}')
+    state = {"t": torch.arange(3_000_000, dtype=torch.int32), "note": "text"}
+    environment = {"FAULTY_CONTROL": str(control)}
+    with DaemonProcess(f"faulty://{tmp_path}/store", "--codec", accepted, program=FAULTY, env=environment) as daemon:
+        dcp.save(state, checkpoint_id="step-1", storage_writer=DaemonStorageWriter(address=daemon.address))
+        daemon.kill()
+        control.write_text("{}")
+        daemon.arguments[daemon.arguments.index("--codec") + 1] = flushed
+        daemon.start()
+        wait("step-1", address=daemon.address, timeout=60)
+        assert daemon.cli("verify", "step-1").returncode == 0
+        found = {"t": torch.zeros(3_000_000, dtype=torch.int32), "note": ""}
+        dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path / "store" / "step-1"))
+        assert torch.equal(found["t"], state["t"])
+
+
+def test_a_daemon_on_another_store_makes_what_it_holds_durable_there(tmp_path: Path) -> None:
+    with DaemonProcess(str(tmp_path / "first")) as daemon:
+        dcp.save({"t": torch.ones(1000)}, checkpoint_id="step-1", storage_writer=DaemonStorageWriter(address=daemon.address))
+        wait("step-1", address=daemon.address, timeout=60)
+        daemon.kill()
+        daemon.store = str(tmp_path / "second")
+        daemon.start()
+        wait("step-1", address=daemon.address, timeout=60)
+        assert list(daemon.list()) == ["step-1"]
+        assert (tmp_path / "second" / "step-1" / ".metadata").exists()

@@ -840,7 +840,8 @@ def test_beside_what_cannot_be_read_nothing_goes(root: Path, store: Store, what:
             one.unlink()  # else it would be a damaged one of ours
     else:
         then = path.stat().st_mtime
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         os.utime(path, (then, then))
     before = files(root)
     caplog.set_level(logging.WARNING)
