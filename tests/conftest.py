@@ -21,6 +21,9 @@ from worlds import CONFORMANCE, World
 for _name in [name for name in os.environ if name.startswith("CKPTD_")]:
     del os.environ[_name]
 
+# Programs that tests start may import the tests' own modules, as pytest lets the tests do.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+
 
 @pytest.fixture
 def shm_dir() -> Iterator[Path]:

@@ -11,14 +11,15 @@ in step, so that a plain number would mean another effect in each run.
     CRASH_AT='after NAME'       SIGKILL when it has happened, before anything is made of it
 
 ``faulty://`` stores work as in `faulty_daemon`. ``python crashing_daemon.py serve …`` is one daemon;
-``python crashing_daemon.py fork-server`` starts one per line that it reads, see `serve_forks`. That takes a
-fiftieth of a second instead of one: everything is imported, and nothing of gRPC or asyncio is running yet.
+``python crashing_daemon.py fork-server MODULE…`` starts one per line that it reads, see `serve_forks`. That takes a
+fiftieth of a second instead of one: everything is imported, these modules too, and nothing of gRPC or asyncio is running yet.
 """
 
 from __future__ import annotations
 
 import builtins
 import ctypes
+import importlib
 import io
 import json
 import os
@@ -154,7 +155,7 @@ def _option(arguments: list[str], name: str) -> str:
     return arguments[arguments.index(name) + 1]
 
 
-def serve_forks() -> None:
+def serve_forks(modules: list[str]) -> None:
     """Starts daemons: reads ``{"arguments", "env", "stdout", "stderr"}``, a JSON document a line, answers with the pid.
 
     ``{"wait": pid}`` is answered with that child's exit status once it has ended (as `os.waitstatus_to_exitcode`
@@ -163,6 +164,8 @@ def serve_forks() -> None:
     import ckptd.daemon  # noqa: F401 - what takes long to import
     import faulty_daemon  # noqa: F401
 
+    for module in modules:
+        importlib.import_module(module)
     children = set()
     for line in sys.stdin:
         request = json.loads(line)
@@ -199,7 +202,7 @@ def _become_daemon(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["fork-server"]:
-        serve_forks()
+    if sys.argv[1:2] == ["fork-server"]:
+        serve_forks(sys.argv[2:])
     else:
         raise SystemExit(serve(sys.argv[1:], dict(os.environ)))

@@ -21,12 +21,14 @@ _PROGRAM = Path(__file__).with_name("crashing_daemon.py")
 
 
 class ForkServer:
-    """Starts daemons for one test module; a context manager. All its daemons end with it."""
+    """Starts daemons for one test module; a context manager. All its daemons end with it.
 
-    def __init__(self) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, str(_PROGRAM), "fork-server"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    `modules`: what they need besides, and what takes long to import.
+    """
+
+    def __init__(self, *modules: str) -> None:
+        command = [sys.executable, str(_PROGRAM), "fork-server", *modules]
+        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, **request: Any) -> int:
         assert self._server.stdin is not None

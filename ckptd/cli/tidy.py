@@ -71,7 +71,7 @@ def _prune(arguments: argparse.Namespace) -> int:
     from ckptd.cli import render  # only people need rich
 
     output.write(render.pruned(pruned, dry_run=arguments.dry_run))
-    if rules.empty and all(verdict.kept for verdict in pruned.verdicts):
+    if rules.empty and all("no rule was given" in verdict.reason for verdict in pruned.verdicts):  # a daemon may have its own
         output.write("without a rule no checkpoint is deleted: --keep-last N, --keep-every K or --keep-within AGE is one\n")
     return 0
 
