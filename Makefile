@@ -2,6 +2,8 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Files of tests that run at the same time.
+WORKERS ?= 2
 READY := $(VENV)/.ready
 
 .PHONY: demo test slow lint protos bench venv clean
@@ -19,11 +21,11 @@ demo: $(READY)
 
 # The quick suite.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 25
 
 # What takes long: larger worlds, items beyond 4 GiB, many kills.
 slow: $(READY)
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 25 -m "slow and not gpu"
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -57,7 +57,7 @@ def assert_stuck(daemon: DaemonProcess, step: int) -> None:
     assert "No space left on device" in json.loads(daemon.cli("status", "--json").stdout)["warning"]
 
 
-@pytest.mark.parametrize("nbytes", [0, 1000, 3 * MiB])
+@pytest.mark.parametrize("nbytes", [0, 3 * MiB])
 def test_a_store_that_is_full_after_some_bytes_of_a_file_loses_nothing_and_keeps_nothing_partial(tmp_path: Path, nbytes: int) -> None:
     store, control = tmp_path / "store", tmp_path / "control"
     with DaemonProcess(f"faulty://{store}", "--grace", "1s", program=FAULTY, env={"FAULTY_CONTROL": str(control)}) as daemon:

@@ -48,3 +48,17 @@ def test_a_lease_belongs_to_its_owner(tmp_path: Path) -> None:
             with pytest.raises(grpc.RpcError, match="no longer holds"):
                 stub.Seal(pb.SealRequest(owner=owner, token=segment.token, nbytes=0), timeout=10)
         lease.cancel()
+
+
+def test_a_seal_of_memory_that_is_gone_says_to_save_again(tmp_path: Path) -> None:
+    """As it is when the lease ends, or somebody removes the file, while the daemon reads the shard's table."""
+    with DaemonProcess(str(tmp_path / "store")) as daemon, grpc.insecure_channel(daemon.address) as channel:
+        stub = DaemonStub(channel)
+        lease = stub.Lease(pb.LeaseRequest(owner="a", pid=1))
+        next(iter(lease))
+        segment = stub.Allocate(pb.AllocateRequest(owner="a", id="step-1", nbytes=100), timeout=30)
+        Path(segment.path).unlink()
+        with pytest.raises(grpc.RpcError, match="save again") as refused:
+            stub.Seal(pb.SealRequest(owner="a", token=segment.token, nbytes=0, table_nbytes=10), timeout=10)
+        assert refused.value.code() == grpc.StatusCode.ABORTED
+        lease.cancel()

@@ -221,6 +221,20 @@ def test_a_failed_attempt_is_kept_until_its_memory_is_needed() -> None:
     assert driver.catalog.newest_of(CheckpointId.parse("step-1"), restorable=False) is not None
 
 
+def test_an_attempt_that_was_superseded_while_it_was_flushed_stays_so_whatever_the_store_says() -> None:
+    driver = Driver()
+    first, _ = driver.save("step-1")
+    name = first.summary.attempt
+    driver.catalog.pin(name)
+    driver.save("step-1")
+    driver.catalog.delayed(name, "the store is away")
+    driver.catalog.failed(name, "denied")
+    assert driver.catalog.attempts[name].state == Checkpoint.ABORTED
+    assert driver.catalog.warning == ""
+    dropped = {effect.token for effect in driver.catalog.unpin(name) if isinstance(effect, Drop)}
+    assert dropped == set(tokens(first))
+
+
 def test_memory_only_attempts_go_when_a_newer_one_of_the_run_is_accepted() -> None:
     driver = Driver()
     first, _ = driver.save("step-1", durable=False)
