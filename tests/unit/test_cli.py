@@ -279,12 +279,13 @@ def test_prune_tells_people_each_reason_and_what_waits(daemon: Played, capsys: p
 
 def test_prune_without_a_rule_says_that_it_takes_one(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
     hint = "without a rule no checkpoint is deleted"
-    daemon.answers["Prune"] = _pruned()[1:]
+    verdict = daemon_pb2.PruneReply.Verdict(id="step-2", kept=True, reason="kept: no rule was given")
+    daemon.answers["Prune"] = [daemon_pb2.PruneReply(verdicts=[verdict]), _pruned()[-1]]
     assert main(["prune"]) == 0
     assert hint in capsys.readouterr().out
     assert main(["prune", "--keep-last", "3"]) == 0
     assert hint not in capsys.readouterr().out
-    daemon.answers["Prune"] = _pruned()  # the daemon has rules of its own
+    daemon.answers["Prune"] = _pruned()[1:]  # the daemon has rules of its own
     assert main(["prune"]) == 0
     assert hint not in capsys.readouterr().out
 
