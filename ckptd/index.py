@@ -98,15 +98,19 @@ class Indexes:
             record = attempt.record
             tables = [Piece(held[receipt.token], receipt.nbytes, receipt.table_nbytes) for receipt in record.shards]
             return Index(Piece(held[record.metadata.token], 0, record.metadata.nbytes), tables, readers=1)
-        made = self._indexes.get((checkpoint, name))
-        if made is not None and made.done() and not failed(made) and not made.result().metadata.segment.path.exists():
-            self.node.arena.drop(made.result().metadata.segment.token)  # somebody removed the file
-            made = None
-        if made is None or failed(made):
-            receipts = [] if attempt is None else attempt.record.shards
-            here = [number for number, receipt in enumerate(receipts) if attempt is not None and receipt.token in attempt.held]
-            self._indexes[checkpoint, name] = asyncio.create_task(self._make(checkpoint, name, here))
-        index = await asyncio.shield(self._indexes[checkpoint, name])
+        key = (checkpoint, name)
+        while True:
+            made = self._indexes.get(key)
+            if made is not None and made.done() and not failed(made) and not made.result().metadata.segment.path.exists():
+                self.node.arena.drop(made.result().metadata.segment.token)  # somebody removed the file
+                made = None
+            if made is None or failed(made):
+                receipts = [] if attempt is None else attempt.record.shards
+                here = [number for number, receipt in enumerate(receipts) if attempt is not None and receipt.token in attempt.held]
+                made = self._indexes[key] = asyncio.create_task(self._make(checkpoint, name, here))
+            index = await asyncio.shield(made)
+            if self._indexes.get(key) is made:
+                break  # else its memory was taken before this reader had hold of it
         index.readers += 1
         return index
 
