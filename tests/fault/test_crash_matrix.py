@@ -253,8 +253,12 @@ class Stage:
 
     @contextmanager
     def daemon(self, env: dict[str, str], trouble: dict[str, Any], memory: str, arguments: tuple[str, ...] = ()) -> Iterator[ForkedDaemon]:
-        """A daemon, not started yet, on a copy of what there was before."""
-        home = Path(tempfile.mkdtemp(dir=self.root))
+        """A daemon, not started yet, on a copy of what there was before.
+
+        At the same place each time: what is durable in a store of another name is put into this one, too.
+        """
+        home = self.root / "home"
+        home.mkdir()
         (home / "control").write_text(json.dumps(trouble))
         env = {**env, "FAULTY_CONTROL": str(home / "control")}
         scheme = "faulty://" if trouble else ""
