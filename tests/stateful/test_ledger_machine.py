@@ -221,7 +221,7 @@ class LedgerMachine(RuleBasedStateMachine):
         def work(store: Watched, ledger: Ledger) -> None:
             trial = Manifest()
             trial.CopyFrom(found)
-            for _ in range(6):
+            for _ in range(20):  # a sweep looks at most three times, and each look can cost a commit two tries; two sweeps may run
                 try:
                     ledger.commit(id, trial, PICKLE)
                 except NotFound:
