@@ -62,6 +62,7 @@ class Attempt:
     id: CheckpointId
     state: Checkpoint.State
     reason: str = ""
+    """Why it has ended, or is not durable yet; empty if nothing went wrong."""
     held: set[str] = field(default_factory=set)
     was_durable: bool = False
     """It became durable, and was deleted since: who waits for it has waited long enough."""
@@ -95,7 +96,10 @@ def bound(record: Record) -> list[Receipt]:
 
 def checkpoint_of(attempt: Attempt) -> Checkpoint:
     """An attempt as the wire shows it."""
-    return Checkpoint(summary=attempt.record.summary, state=attempt.state, reason=attempt.reason)
+    reason = attempt.reason
+    if attempt.state == Checkpoint.ACCEPTED and not attempt.record.durable:
+        reason = "saved with durable=False: it stays in memory only"
+    return Checkpoint(summary=attempt.record.summary, state=attempt.state, reason=reason)
 
 
 def refuse_older(checkpoint: CheckpointId, accepted_us: int, sealed_us: int) -> None:

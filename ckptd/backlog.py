@@ -134,7 +134,7 @@ class Backlog:
                 retry.done.clear()  # a file that was put is not there any more, or not whole: put all again
             pause = retry.later()
             log.warning("flush of %s failed, try %d, again in %.1f s: %s", checkpoint, retry.tries, pause, exc)
-            self.catalog.delayed(name, f"{retry.tries} tries failed: {exc}")
+            self.catalog.delayed(name, f"{retry.tries} {'try' if retry.tries == 1 else 'tries'} failed: {exc}")
         except errors.WrongPhase as exc:
             log.warning("flush of %s ended: %s", checkpoint, exc)
             self.apply(self.catalog.aborted(name, str(exc)))

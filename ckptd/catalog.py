@@ -165,8 +165,7 @@ class Catalog:
         )
         if request.HasField("step"):
             summary.step = request.step
-        shards = list(request.shards)
-        shards.sort(key=lambda receipt: receipt.rank)
+        shards = sorted(request.shards, key=lambda receipt: receipt.rank)
         return Record(
             summary=summary,
             shards=shards,
@@ -226,8 +225,9 @@ class Catalog:
 
     def delayed(self, name: str, reason: str) -> None:
         """The attempt is not durable yet; it is tried again, unless it has ended."""
-        if not self.attempts[name].ended:
-            self.trouble(name, f"checkpoint {self.attempts[name].id} is not durable yet, {reason}")
+        if not (attempt := self.attempts[name]).ended:
+            attempt.reason = reason
+            self.trouble(name, f"checkpoint {attempt.id} is not durable yet, {reason}")
 
     @property
     def warning(self) -> str:

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from ckptd.errors import Corrupt, NotFound, StoreError, Unavailable
+from ckptd.segment import shown
 from ckptd.store import Buffer, Children, Object, Source, check_key, check_prefix, is_temporary, reading, temporary_name
 
+log = logging.getLogger(__name__)
 #: What an operator has to change, by errno. Everything else may pass: a full disk, a quota, a stale mount, I/O errors.
 _HINTS: Final = {
     errno.EACCES: "give the daemon's user access to it",
@@ -65,9 +68,9 @@ class LocalStore:
         try:
             with reading(source) as pieces:
                 for piece in pieces:
-                    with _translated(what):
+                    with _translated(what), _counted(fd, nbytes_hint):
                         nbytes += _write_all(fd, piece)
-            with _translated(what), _passing(what):
+            with _translated(what), _passing(what), _counted(fd, nbytes_hint):
                 os.fsync(fd)
                 os.rename(temporary, target)
         except BaseException:
@@ -174,6 +177,8 @@ class LocalStore:
         os.makedirs(self._root, exist_ok=True)
         for path in missing:
             _sync_directory(path.parent)
+        if missing:
+            log.warning("%s did not exist and was made: if it should be a mounted disk, end the daemon and mount it first", self._root)
 
     def _create_beside(self, target: Path) -> tuple[int, Path]:
         """A new temporary file in the directory of `target`, open for writing."""
@@ -259,6 +264,21 @@ def _passing(what: str) -> Iterator[None]:
         yield
     except FileNotFoundError as exc:
         raise Unavailable(f"{what}: somebody removed it, or the directory it is in, while it was written") from exc
+
+
+@contextlib.contextmanager
+def _counted(fd: int, needed: int | None) -> Iterator[None]:
+    """Inside it, a full disk is told with how much was to be written, and how much is free without that file."""
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno == errno.ENOSPC:
+            with contextlib.suppress(OSError):
+                disk = os.fstatvfs(fd)
+                free = shown(disk.f_bavail * disk.f_frsize + os.fstat(fd).st_blocks * 512)
+                wanted = "" if needed is None else f" for a file of up to {shown(needed)}"
+                exc.strerror = f"{exc.strerror}{wanted} ({free} are free)"
+        raise
 
 
 def _leads_nowhere(exc: OSError) -> bool:

@@ -59,6 +59,8 @@ class Segment:
 
 def shown(nbytes: int) -> str:
     """A number of bytes for people."""
+    if 0 < nbytes < 1024 * 1024:
+        return f"{nbytes} bytes" if nbytes < 10240 else f"{nbytes / 1024:.1f} KiB"
     size = nbytes / 1024 / 1024
     for unit in ("MiB", "GiB"):
         if size < 10240:

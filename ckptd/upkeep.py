@@ -135,7 +135,7 @@ class Upkeep:
         return await self.restore.resolve(checkpoint)
 
     async def drain(self, *, cancel: bool = False) -> AsyncIterator[DrainReply]:
-        """Takes no new saves; tells how much is left whenever that changes, at last what cannot become durable."""
+        """Takes no new saves; tells how much is left whenever that changes, at last what cannot, or is not to, become durable."""
         self.node.drained = not cancel
         if cancel:
             yield DrainReply()
@@ -157,7 +157,8 @@ class Upkeep:
             finally:
                 changed.cancel()
         ended = [attempt for attempt in self.node.catalog.attempts.values() if attempt.state == Checkpoint.FAILED]
-        yield DrainReply(failed=[f"{attempt.id}: {attempt.reason}" for attempt in ended])
+        kept = [a for a in self.node.catalog.attempts.values() if a.state == Checkpoint.ACCEPTED and not a.record.durable]
+        yield DrainReply(failed=[f"{attempt.id}: {attempt.reason}" for attempt in ended], memory_only=[str(a.id) for a in kept])
 
     # -- by itself --------------------------------------------------------------------------
 

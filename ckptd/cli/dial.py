@@ -28,6 +28,8 @@ from ckptd.v1 import daemon_pb2, daemon_pb2_grpc
 CONNECT_SECONDS = 10.0
 #: For an answer that may make the daemon list a large store.
 ANSWER_SECONDS = 300.0
+#: For an answer that only adds to what is known, and may wait for a store that hangs.
+DELAY_SECONDS = 5.0
 
 _OPTIONS = (
     # A daemon is on this machine: a proxy for the outside world is not on the way to it.
@@ -79,6 +81,13 @@ class Daemon:
         except _TooLate:
             return None
         return reply.summary.id
+
+    def delayed(self, target: str) -> str:
+        """Why a checkpoint is not durable yet, as far as the daemon knows and says so soon; else ""."""
+        with suppress(errors.CkptdError), _rebuilt(self.address, DELAY_SECONDS):
+            found: daemon_pb2.Checkpoint = self._stub.Resolve(daemon_pb2.ResolveRequest(id=target), timeout=DELAY_SECONDS)
+            return found.reason
+        return ""
 
     def prune(
         self,

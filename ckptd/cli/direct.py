@@ -81,6 +81,10 @@ class Direct:
             self._sleep(min(pause, left))
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 
+    def delayed(self, target: str) -> str:
+        """Why a checkpoint is not durable yet: the store does not know."""
+        return ""
+
     def prune(
         self,
         run: str | None,

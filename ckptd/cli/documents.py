@@ -158,6 +158,14 @@ def status(reply: daemon_pb2.StatusReply) -> dict[str, Any]:
     }
 
 
+def waited(id: str, *, durable: bool, reason: str) -> dict[str, Any]:
+    """What was waited for; `reason`: why it is not durable yet, if that is known."""
+    document: dict[str, Any] = {"id": id, "durable": durable}
+    if reason:
+        document["reason"] = reason
+    return document
+
+
 def pruned(reply: daemon_pb2.PruneReply, *, dry_run: bool) -> dict[str, Any]:
     """What was deleted and what was kept, why, and what was swept (with `dry_run`: would be)."""
     return {
@@ -198,8 +206,14 @@ def verified(found: Sequence[Verified]) -> dict[str, Any]:
 
 
 def drained(reply: daemon_pb2.DrainReply, *, draining: bool) -> dict[str, Any]:
-    """What is not durable yet, and what never will be."""
-    return {"draining": draining, "accepted": reply.accepted, "raw_bytes": reply.nbytes, "failed": list(reply.failed)}
+    """What is not durable yet, what cannot be, and what was never to be."""
+    return {
+        "draining": draining,
+        "accepted": reply.accepted,
+        "raw_bytes": reply.nbytes,
+        "failed": list(reply.failed),
+        "memory_only": list(reply.memory_only),
+    }
 
 
 def name(fqn: bytes) -> str:

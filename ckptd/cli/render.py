@@ -124,7 +124,8 @@ def pruned(reply: daemon_pb2.PruneReply, *, dry_run: bool) -> str:
         table = _table("ID", "STORED", "VERDICT", right=("STORED",))
         for verdict in reply.verdicts:
             style = "" if verdict.kept else "red"
-            table.add_row(_text(verdict.id), _known_size(verdict.stored_bytes), Text(_plain(verdict.reason), style=style))
+            reason = verdict.reason.replace("deleted:", "would delete:", 1) if dry_run and not verdict.kept else verdict.reason
+            table.add_row(_text(verdict.id), _known_size(verdict.stored_bytes), Text(_plain(reason), style=style))
         page = _render(table) + "\n"
     nbytes = sum(verdict.stored_bytes for verdict in gone)
     page += f"{'would delete' if dry_run else 'deleted'} {_count(len(gone), 'checkpoint')} ({_size(nbytes)}), "
@@ -165,13 +166,15 @@ def verdict(found: Sequence[documents.Verified], where: str, run: str | None) ->
 def drained(reply: daemon_pb2.DrainReply, *, draining: bool) -> str:
     """How far it is, and what never will be durable."""
     page = "".join(f"{_plain(why)}\n" for why in reply.failed)
+    page += "".join(f"{_plain(id_)}, saved with durable=False: it stays in memory only\n" for id_ in reply.memory_only)
     if not draining:
         return page + "the daemon takes new saves again\n"
     if reply.accepted:
         return page + f"still on the way: {_count(reply.accepted, 'checkpoint')} ({_size(reply.nbytes)})\n"
     if reply.failed:
         return page + "nothing else is on the way, and no new saves are taken (`ckptd drain --cancel` ends that)\n"
-    return "all that was accepted is durable, and no new saves are taken (`ckptd drain --cancel` ends that)\n"
+    rest = "all else" if reply.memory_only else "all"
+    return page + f"{rest} that was accepted is durable, and no new saves are taken (`ckptd drain --cancel` ends that)\n"
 
 
 def finding(found: Finding) -> str:

@@ -29,7 +29,7 @@ _INCOMPLETE = daemon_pb2.Checkpoint.INCOMPLETE
 
 def add_commands(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the commands that wait for something."""
-    wait = source.add_parser(commands, "wait", "wait until a checkpoint is durable", json=False)
+    wait = source.add_parser(commands, "wait", "wait until a checkpoint is durable")
     wait.add_argument("id", metavar="ID", help=source.TARGET)
     wait.add_argument("--timeout", metavar="D", help="give up after this time, such as 90s (never)")
     wait.set_defaults(run=_wait)
@@ -52,7 +52,8 @@ def add_commands(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "drain",
         "take no new saves, and wait until all that was accepted is durable",
         description="The daemon takes no new saves from now on, and this command waits until all that it accepted is durable. "
-        "Exit status 1 with the reasons if something never will be, or is not within the time. Loads go on.",
+        "Exit status 1 with the reasons if something never will be, or is not within the time. What was saved with durable=False "
+        "stays in memory only: it is named, and is no failure. Loads go on.",
         store=False,
     )
     drain.add_argument("--timeout", metavar="D", help="stop waiting after this time, such as 90s (never); the daemon stays drained")
@@ -65,9 +66,13 @@ def _wait(arguments: argparse.Namespace) -> int:
     timeout_seconds = source.duration(arguments, "timeout")
     with source.opened(arguments) as opened:
         durable = opened.wait(arguments.id, timeout_seconds)
+        reason = opened.delayed(arguments.id) if durable is None else ""
+    if arguments.json:
+        output.write(documents.text(documents.waited(durable or arguments.id, durable=durable is not None, reason=reason)) + "\n")
+    elif durable is not None:
+        output.write(f"{durable} is durable\n")
     if durable is None:
-        return _late(arguments.id + " is not durable{}", timeout_seconds)
-    output.write(f"{durable} is durable\n")
+        return _late(arguments.id + " is not durable{}", timeout_seconds, reason)
     return 0
 
 
@@ -156,7 +161,8 @@ def _drain(arguments: argparse.Namespace) -> int:
     return 1 if last.failed else 0
 
 
-def _late(what: str, timeout_seconds: float | None) -> int:
+def _late(what: str, timeout_seconds: float | None, reason: str = "") -> int:
     after = "" if timeout_seconds is None else f" after {timeout_seconds:g} s"
-    print(f"ckptd: {what.format(after)}", file=sys.stderr)
+    why = f": {' '.join(reason.split())}" if reason else ""
+    print(f"ckptd: {what.format(after)}{why}", file=sys.stderr)
     return 1

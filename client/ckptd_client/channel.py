@@ -112,7 +112,9 @@ class Daemon:
         except grpc.RpcError as error:
             rebuilt = rebuild(error, self.address, "say hello")
             if isinstance(rebuilt, Unavailable) and _kind(error) is None:
-                rebuilt = Unavailable(f"no ckptd daemon answers at {self.address}: start one with `ckptd serve`, or set CKPTD_ADDRESS")
+                rebuilt = Unavailable(
+                    f"no ckptd daemon answers at {self.address}: start one with `ckptd serve --store URL`, or set CKPTD_ADDRESS"
+                )
             raise rebuilt from error
         if _release(reply.version) != _release(__version__):
             raise WrongPhase(

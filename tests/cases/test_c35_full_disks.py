@@ -48,12 +48,17 @@ def files(store: Path) -> list[str]:
     return sorted(str(path.relative_to(store)) for path in store.rglob("*") if path.is_file())
 
 
-def assert_stuck(daemon: DaemonProcess, step: int) -> None:
+def assert_stuck(daemon: DaemonProcess, step: int, why: str = "No space left on device") -> None:
     """It is accepted and can be loaded, and whoever saves or asks is told why it is not durable."""
     with pytest.raises(TimeoutError, match="not durable after 2"):
         wait(f"step-{step}", address=daemon.address, timeout=2)
     load(daemon, step)
-    assert daemon.list()[f"step-{step}"]["state"] == "accepted"
+    listed = daemon.list()[f"step-{step}"]
+    assert listed["state"] == "accepted"
+    assert re.search(why, listed["reason"])
+    waited = daemon.cli("wait", f"step-{step}", "--timeout", "10ms")
+    assert waited.returncode == 1
+    assert re.search(f"not durable after 0.01 s: .*{why}", waited.stderr)
     assert "No space left on device" in json.loads(daemon.cli("status", "--json").stdout)["warning"]
 
 
@@ -90,7 +95,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         wait("step-1", address=daemon.address, timeout=60)
         before = files(disk)
         save(daemon, 2)
-        assert_stuck(daemon, 2)
+        assert_stuck(daemon, 2, r"No space left on device for a file of up to 8\.0 MiB \(\d\.\d MiB are free\)")
         load(daemon, 1)
         deadline = time.monotonic() + 30  # between two tries
         while files(disk) != before:

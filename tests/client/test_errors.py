@@ -131,7 +131,7 @@ def test_no_daemon_is_said_with_the_address_and_what_to_do(monkeypatch: pytest.M
         assert isinstance(error, Unavailable)
         assert gone in str(error)
         assert "ckptd serve" in str(error)
-    with pytest.raises(Unavailable, match="ckptd serve"):
+    with pytest.raises(Unavailable, match="ckptd serve --store URL"):
         wait("step-1", address=gone)
     with pytest.raises(TimeoutError, match="step-1"):
         wait("step-1", address=gone, timeout=0.1)

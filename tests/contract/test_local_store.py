@@ -62,7 +62,7 @@ def test_a_full_disk_may_pass_and_leaves_nothing(tmp_path: Path) -> None:
         store = open_store(root)
         store.put("a", lambda: [b"1"])
         try:
-            store.put("b", lambda: [b"x" * 300_000] * 10)
+            store.put("b", lambda: [b"x" * 300_000] * 10, nbytes_hint=3 << 20)
         except errors.Unavailable as exc:
             print(exc)
         print(os.listdir(root))
@@ -77,6 +77,8 @@ def test_a_full_disk_may_pass_and_leaves_nothing(tmp_path: Path) -> None:
     assert lines[1:] == ["['a']", "['a', 'c']"], done.stderr
     assert "No space left on device" in lines[0]
     assert "free some space" in lines[0]
+    # One page of the mebibyte is taken by "a"; what "b" had taken is free again.
+    assert "No space left on device for a file of up to 3.0 MiB (1020.0 KiB are free)" in lines[0]
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE])

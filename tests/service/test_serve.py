@@ -116,6 +116,15 @@ def test_a_killed_daemon_is_replaced_on_the_same_socket(home: Path) -> None:
         assert daemon.cli("status").returncode == 0
 
 
+def test_a_store_that_had_to_be_made_is_told_once(home: Path) -> None:
+    """It may be the directory under a disk that is not mounted."""
+    with DaemonProcess(str(home / "disk" / "store")) as daemon:
+        told = f"{home}/disk/store did not exist and was made"
+        assert daemon.log.read_text().count(told) == 1
+        daemon.restart()
+        assert daemon.log.read_text().count(told) == 1
+
+
 def test_the_socket_directory_is_private(home: Path) -> None:
     address = f"unix:{home}/private/s"
     with DaemonProcess(str(home / "store")) as daemon:

@@ -234,7 +234,13 @@ def test_a_drain_says_when_all_is_durable_and_doctor_that_it_goes_on(tmp_path: P
         writer = DaemonStorageWriter("step-1", address=running.address)
         dcp.save({"w": torch.ones(1000)}, storage_writer=writer, no_dist=True)
         assert main(["drain", "--json", *where]) == 0
-        assert json.loads(capsys.readouterr().out) == {"draining": True, "accepted": 0, "raw_bytes": 0, "failed": []}
+        assert json.loads(capsys.readouterr().out) == {
+            "draining": True,
+            "accepted": 0,
+            "raw_bytes": 0,
+            "failed": [],
+            "memory_only": [],
+        }
         assert assert_whole_or_absent(Path(running.store)).keys() == {"step-1"}
         assert main(looked) == 0
         assert json.loads(capsys.readouterr().out)["checks"][0]["verdict"] == "warn"

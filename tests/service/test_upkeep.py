@@ -194,6 +194,24 @@ def test_a_drain_takes_no_new_saves_and_ends_when_all_is_durable(held: tuple[Dae
     save(daemon, "step-2", 2.0)
 
 
+def test_a_checkpoint_that_stays_in_memory_only_says_so_and_no_drain_calls_it_durable(tmp_path: Path) -> None:
+    with DaemonProcess(str(tmp_path / "store")) as daemon:
+        save(daemon, "step-1")
+        writer = DaemonStorageWriter(address=daemon.address, durable=False)
+        dcp.save({"t": torch.ones(1000)}, checkpoint_id="step-2", storage_writer=writer)
+        for looked in (daemon.list(), daemon.restart().list()):
+            assert (looked["step-2"]["state"], looked["step-2"]["reason"]) == (
+                "accepted",
+                "saved with durable=False: it stays in memory only",
+            )
+            assert "reason" not in looked["step-1"]
+        assert "stays in memory only" in daemon.cli("show", "step-2").stdout
+        done = daemon.cli("drain", "--json")
+        assert done.returncode == 0, done.stderr
+        document = json.loads(done.stdout)
+        assert (document["accepted"], document["failed"], document["memory_only"]) == (0, [], ["step-2"])
+
+
 def test_trouble_with_old_checkpoints_is_told_and_passes(tmp_path: Path) -> None:
     control = tmp_path / "control"
     control.write_text("{}")

@@ -805,6 +805,9 @@ def test_the_budget_must_make_sense_there(small_tmpfs):
         Bench(small_tmpfs, 33 * MiB)
     with pytest.raises(InvalidRequest, match=r"8\.0 MiB in .* is too little memory: --memory must be at least 16\.0 MiB"):
         Bench(small_tmpfs, 8 * MiB)
+    for nbytes, said in ((512, "512 bytes"), (512 * 1024, r"512\.0 KiB")):
+        with pytest.raises(InvalidRequest, match=f"^{said} in .* is too little memory"):
+            Bench(small_tmpfs, nbytes)
     b = Bench(small_tmpfs, None)
     assert b.arena.budget == 16 * MiB
     b.arena.close()

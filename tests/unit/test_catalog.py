@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptd import errors
-from ckptd.attempt import Drop, Forget, StopFlush
+from ckptd.attempt import Drop, Forget, StopFlush, checkpoint_of
 from ckptd.catalog import Catalog
 from ckptd.model import CheckpointId
 from ckptd.v1.daemon_pb2 import Checkpoint, CommitRequest
@@ -219,6 +219,18 @@ def test_a_failed_attempt_is_kept_until_its_memory_is_needed() -> None:
     assert Forget(record.summary.attempt) in driver.catalog.evicted(first)
     assert driver.catalog.newest_of(CheckpointId.parse("step-1")) is None
     assert driver.catalog.newest_of(CheckpointId.parse("step-1"), restorable=False) is not None
+
+
+def test_an_attempt_says_why_it_is_not_durable_yet_until_it_is() -> None:
+    driver = Driver()
+    record, _ = driver.save("step-1")
+    attempt = driver.catalog.attempts[record.summary.attempt]
+    assert checkpoint_of(attempt).reason == ""
+    for tried in ("1 try failed", "2 tries failed"):
+        driver.catalog.delayed(attempt.name, tried)
+        assert (checkpoint_of(attempt).state, checkpoint_of(attempt).reason) == (Checkpoint.ACCEPTED, tried)
+    driver.catalog.flushed(attempt.name, 9)
+    assert (checkpoint_of(attempt).state, checkpoint_of(attempt).reason) == (Checkpoint.DURABLE, "")
 
 
 def test_an_attempt_that_was_superseded_while_it_was_flushed_stays_so_whatever_the_store_says() -> None:

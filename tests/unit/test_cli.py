@@ -238,6 +238,17 @@ def test_wait_gives_up_with_1_after_its_timeout(daemon: Played, capsys: pytest.C
     daemon.answers["Wait"] = "silence"
     assert main(["wait", "step-9", "--timeout", "300ms"]) == 1
     assert "step-9 is not durable after 0.3 s" in _complaint(capsys)
+    daemon.answers["Resolve"] = _checkpoint("step-9", _State.ACCEPTED, reason="2 tries failed:\nno space")
+    assert main(["wait", "step-9", "--timeout", "300ms"]) == 1
+    assert _complaint(capsys) == "ckptd: step-9 is not durable after 0.3 s: 2 tries failed: no space\n"
+    assert main(["wait", "step-9", "--timeout", "300ms", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"id": "step-9", "durable": False, "reason": "2 tries failed:\nno space"}
+
+
+def test_wait_json_names_what_is_durable(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answers |= {"Resolve": _checkpoint("run-a/step-9"), "Wait": _checkpoint("run-a/step-9")}
+    assert main(["wait", "run-a/latest", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"id": "run-a/step-9", "durable": True}
 
 
 # --- prune, delete, pin, unpin -----------------------------------------------------------------------------------
@@ -274,6 +285,8 @@ def test_prune_tells_people_each_reason_and_what_waits(daemon: Played, capsys: p
     assert main(["prune", "--keep-last", "1", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "would delete 1 checkpoint (1.0 MiB), would keep 1\nwould sweep 1 file" in out
+    assert "would delete: no rule keeps it" in out
+    assert "deleted" not in out
     assert daemon.asked["Prune"].dry_run is True
 
 
@@ -427,7 +440,17 @@ def test_drain_is_0_when_all_is_durable(daemon: Played, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.startswith("all that was accepted is durable")
     assert daemon.asked["Drain"] == daemon_pb2.DrainRequest()
     assert main(["drain", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"draining": True, "accepted": 0, "raw_bytes": 0, "failed": []}
+    assert json.loads(capsys.readouterr().out) == {"draining": True, "accepted": 0, "raw_bytes": 0, "failed": [], "memory_only": []}
+
+
+def test_drain_names_what_stays_in_memory_only(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answers["Drain"] = [daemon_pb2.DrainReply(memory_only=["step-3"])]
+    assert main(["drain"]) == 0
+    told, all_else = capsys.readouterr().out.splitlines()
+    assert told == "step-3, saved with durable=False: it stays in memory only"
+    assert all_else.startswith("all else that was accepted is durable")
+    assert main(["drain", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory_only"] == ["step-3"]
 
 
 def test_drain_is_1_with_what_never_will_be_durable(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
