@@ -128,15 +128,15 @@ class Arena:
             await self._pool.make(segment)
         return segment
 
-    def seal(self, token: str, nbytes: int) -> None:
-        """The owner's copy of `nbytes` has ended: immutable from here on. Raises LeaseLost if it is not held any more."""
+    def seal(self, token: str, nbytes: int, *, name: str = "") -> None:
+        """The owner's copy of `nbytes` has ended: immutable from here on, as token `name` if given. LeaseLost if it is not held."""
         segment = self._pool.get(token)
         if segment is None or segment.state not in ("open", "sealed"):
             raise LeaseLost(f"segment {token} is not held any more: save again")
         if nbytes > segment.nbytes:
             raise InvalidRequest(f"{nbytes} bytes are more than segment {token} holds ({segment.nbytes})")
         if segment.state == "open":
-            if not self._become(segment, replace(segment, state="sealed")):
+            if not self._become(segment, replace(segment, token=name or token, state="sealed")):
                 raise LeaseLost(f"segment {token} has been removed from {self._directory.path}: save again")
             if not segment.metadata:
                 self.prepare(segment.owner, segment.nbytes)

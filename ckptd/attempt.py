@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from google.protobuf.message import DecodeError
 
@@ -38,6 +39,10 @@ class StopFlush:
 
 
 Effect = Drop | Forget | StopFlush
+#: What people are told of what was not to become durable.
+MEMORY_ONLY: Final = "saved with durable=False: it stays in memory only"
+#: Accepted, by one node or, with copies in others' memory, by several.
+PENDING: Final = (Checkpoint.ACCEPTED, Checkpoint.REPLICATED)
 
 
 @dataclass(slots=True)
@@ -64,8 +69,14 @@ class Attempt:
     reason: str = ""
     """Why it has ended, or is not durable yet; empty if nothing went wrong."""
     held: set[str] = field(default_factory=set)
+    own: frozenset[str] = frozenset()
+    """Tokens of what this node has to hold: its own shards, and the metadata pickle. The rest it may hold for others."""
+    confirmed: bool = True
+    """All participants have accepted it. Until that is known here, it supersedes nothing, and nothing is made of it."""
     was_durable: bool = False
     """It became durable, and was deleted since: who waits for it has waited long enough."""
+    doubtful: bool = False
+    """A part of it is in no memory that can be reached: what is here may go if nothing else makes room."""
 
     @property
     def name(self) -> str:
@@ -74,6 +85,21 @@ class Attempt:
     @property
     def tokens(self) -> list[str]:
         return [receipt.token for receipt in bound(self.record)]
+
+    @property
+    def joint(self) -> bool:
+        """Other nodes hold shards of it, too."""
+        return is_joint(self.record)
+
+    @property
+    def pending(self) -> bool:
+        """Accepted, and not durable yet."""
+        return self.state in PENDING
+
+    @property
+    def intact(self) -> bool:
+        """All that this node has to hold is there."""
+        return self.own <= self.held
 
     @property
     def whole(self) -> bool:
@@ -94,11 +120,19 @@ def bound(record: Record) -> list[Receipt]:
     return [*record.shards, record.metadata]
 
 
+def is_joint(record: Record) -> bool:
+    """Whether several nodes hold its shards."""
+    return len({receipt.node for receipt in record.shards} | {record.metadata.node}) > 1
+
+
+def own_tokens(record: Record, node: str) -> frozenset[str]:
+    """What a participant has to hold: its own shards, and a copy of the metadata pickle."""
+    return frozenset({receipt.token for receipt in record.shards if receipt.node in (node, "")} | {record.metadata.token})
+
+
 def checkpoint_of(attempt: Attempt) -> Checkpoint:
     """An attempt as the wire shows it."""
-    reason = attempt.reason
-    if attempt.state == Checkpoint.ACCEPTED and not attempt.record.durable:
-        reason = "saved with durable=False: it stays in memory only"
+    reason = MEMORY_ONLY if attempt.pending and not attempt.record.durable else attempt.reason
     return Checkpoint(summary=attempt.record.summary, state=attempt.state, reason=reason)
 
 
@@ -131,23 +165,24 @@ def victims(attempts: Collection[Attempt], pinned: Collection[str]) -> Iterator[
     newest_accepted: dict[str, str] = {}
     for attempt in attempts:
         run = attempt.id.run
-        if not attempt.ended:
+        if not attempt.ended and attempt.confirmed:
             newest_accepted[run] = max(attempt.name, newest_accepted.get(run, ""))
         if attempt.state == Checkpoint.DURABLE:
             newest_durable[run] = max(attempt.name, newest_durable.get(run, ""))
 
     def outrun(attempt: Attempt) -> bool:
         run = attempt.id.run
-        if attempt.state != Checkpoint.ACCEPTED:
+        if not attempt.pending:
             return False
-        return attempt.name < newest_durable.get(run, "") or (not attempt.record.durable and attempt.name < newest_accepted[run])
+        return attempt.name < newest_durable.get(run, "") or (not attempt.record.durable and attempt.name < newest_accepted.get(run, ""))
 
     def newest(attempt: Attempt) -> bool:
         return attempt.name == newest_durable.get(attempt.id.run)
 
     free = sorted((a for a in attempts if a.held and a.name not in pinned), key=lambda attempt: attempt.name)
     durable = sorted((a for a in free if a.state == Checkpoint.DURABLE), key=newest)
-    for attempt in (*(a for a in free if a.ended), *(a for a in free if outrun(a)), *durable):
-        precious = newest(attempt) or (attempt.state == Checkpoint.FAILED and attempt.whole)
+    doubtful = (a for a in free if a.pending and a.doubtful and not outrun(a))
+    for attempt in (*(a for a in free if a.ended), *(a for a in free if outrun(a)), *durable, *doubtful):
+        precious = newest(attempt) or attempt.doubtful or (attempt.state == Checkpoint.FAILED and attempt.intact)
         for token in sorted(attempt.held):
             yield token, precious

@@ -8,16 +8,19 @@ whoever waits. Lives on the loop; the flusher's bulk work runs in threads.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
-from ckptd import errors
+from ckptd import errors, parts
 from ckptd.arena import Arena
 from ckptd.attempt import Attempt, Effect
 from ckptd.catalog import Catalog
@@ -30,6 +33,39 @@ from ckptd.v1.manifest_pb2 import StoredShard
 log = logging.getLogger(__name__)
 #: Longest pause between two tries to make an attempt durable.
 BACKOFF_SECONDS = 60.0
+#: What other nodes have not uploaded by then is worth a word.
+LATE_SECONDS = 30.0
+#: Longest pause between two looks at what other nodes have uploaded; they also tell.
+LOOK_SECONDS = 5.0
+
+
+class Incomplete(errors.CkptdError):
+    """What this node could do for an attempt is done; the shards of `ranks` are not in the store yet. `news`: some of its own are now."""
+
+    def __init__(self, ranks: Iterable[int], *, news: bool) -> None:
+        super().__init__(f"the shards of ranks {', '.join(map(str, ranks))} are not in the store yet")
+        self.ranks = frozenset(ranks)
+        self.news = news
+
+
+class Tell(Protocol):
+    """Tells the committer, or all participants, that something of the attempt is in the store."""
+
+    def __call__(self, attempt: Attempt, *, everybody: bool) -> None: ...
+
+
+def _nobody(attempt: Attempt, *, everybody: bool) -> None:
+    """This node is alone."""
+
+
+@dataclass(slots=True)
+class Duty:
+    """What this node does for an attempt that several nodes hold."""
+
+    commits: bool = False
+    """It is the one that puts `.metadata`, once all shards are in the store."""
+    for_others: frozenset[str] = frozenset()
+    """Tokens of shards that it uploads in place of nodes that are gone."""
 
 
 @dataclass(slots=True)
@@ -40,6 +76,17 @@ class Retry:
     not_before: float = 0.0
     #: What is in the store already, by the shard's token.
     done: dict[str, StoredShard] = field(default_factory=dict)
+    #: Tokens of shards whose part was put.
+    noted: set[str] = field(default_factory=set)
+    #: When something was missing of other nodes for the first time, monotonic.
+    since: float = 0.0
+    #: How often nothing was left to do but to wait for other nodes.
+    looks: int = 0
+
+    def soon(self) -> None:
+        """The others are not done: looks again a little later."""
+        self.looks += 1
+        self.not_before = time.monotonic() + random.uniform(0.5, 1.0) * min(LOOK_SECONDS, 0.25 * 2.0 ** min(self.looks, 20))
 
     def later(self) -> float:
         """Another try has failed: puts the next one off, and returns for how many seconds."""
@@ -67,6 +114,12 @@ class Backlog:
         self.flusher = flusher
         self.threads = threads
         self.apply = apply
+        #: What this node has to do for attempts that several nodes hold; nothing but its own shards, if an attempt is not here.
+        self.duties: dict[str, Duty] = {}
+        #: Ranks whose shards were not in the store when an attempt was looked at last.
+        self.missing: dict[str, frozenset[int]] = {}
+        #: Told of what is in the store, and others wait for: the committer for shards, everybody for `.metadata`.
+        self.tell: Tell = _nobody
         #: Told of every checkpoint that becomes durable.
         self.became_durable: Callable[[CheckpointId], None] = lambda _: None
         #: Attempts of an earlier daemon: the store may have them already.
@@ -98,6 +151,11 @@ class Backlog:
         """Whether a flush (of that id) is running."""
         return any(checkpoint is None or self.catalog.attempts[name].id == checkpoint for name in self._stops)
 
+    def nudge(self, name: str) -> None:
+        """Something has happened to an attempt that waits for other nodes: it is looked at now."""
+        if name in self.missing:
+            self._retries[name].not_before = 0.0
+
     def stop(self, name: str) -> None:
         """Tells the flush of an attempt to end soon; fine if there is none."""
         self._retries.pop(name, None)
@@ -122,13 +180,22 @@ class Backlog:
         stop = self._stops[name] = threading.Event()
         self.catalog.pin(name)
         retry = self._retries.setdefault(name, Retry())
-        paths = {token: self.arena.get(token).path for token in attempt.tokens}
+        paths = {token: self.arena.get(token).path for token in attempt.held}
         started = time.monotonic()
         loop = asyncio.get_running_loop()
         try:
-            stored = await loop.run_in_executor(self.threads, self._try, attempt, paths, retry.done, stop)
+            tried = functools.partial(self._try_joint, self.duties.get(name, Duty()), retry.noted) if attempt.joint else self._try
+            stored = await loop.run_in_executor(self.threads, tried, attempt, paths, retry.done, stop)
         except Stopped:
             pass
+        except Incomplete as exc:
+            self.missing[name] = exc.ranks
+            if exc.news:
+                self.tell(attempt, everybody=False)
+            retry.soon()
+            retry.since = retry.since or time.monotonic()
+            if exc.ranks and time.monotonic() - retry.since > LATE_SECONDS:
+                self.catalog.delayed(name, f"{exc}: is {self.ledger.url} the same on all nodes, and can they write to it?")
         except (errors.Unavailable, errors.NotFound, errors.Corrupt) as exc:
             if not isinstance(exc, errors.Unavailable):
                 retry.done.clear()  # a file that was put is not there any more, or not whole: put all again
@@ -148,8 +215,9 @@ class Backlog:
             self._durable(attempt, stored, time.monotonic() - started)
         finally:
             del self._stops[name]
-            if attempt.state != Checkpoint.ACCEPTED:
-                self._retries.pop(name, None)
+            if not attempt.pending:
+                for notes in (self._retries, self.duties, self.missing):
+                    notes.pop(name, None)
             self.apply(self.catalog.unpin(name))
 
     def _open(self) -> list[Attempt]:
@@ -171,6 +239,45 @@ class Backlog:
                 pass
         return self.flusher.flush(attempt.record, paths, done, stop).summary.stored_bytes
 
+    def _try_joint(
+        self, duty: Duty, noted: set[str], attempt: Attempt, paths: dict[str, Path], done: dict[str, StoredShard], stop: threading.Event
+    ) -> int:
+        """In a thread: one try at an attempt that several nodes hold. Raises Incomplete as long as it waits for others."""
+        record, store = attempt.record, self.flusher.store
+        there = parts.listed(store, attempt.id, attempt.name)
+        with suppress(errors.NotFound):
+            entry = self.ledger.find(attempt.id)
+            if entry.attempt == attempt.name and not entry.damaged:
+                return self.ledger.summary(entry).stored_bytes
+            if entry.attempt is not None and entry.attempt > attempt.name:
+                raise errors.WrongPhase(f"{attempt.id}: superseded by attempt {entry.attempt}, which is durable")
+        mine = (attempt.own | duty.for_others) & paths.keys()
+        ours = [receipt for receipt in record.shards if receipt.rank not in there and receipt.token in mine]
+        if ours:
+            for receipt in ours:
+                if receipt.token in noted:  # somebody found that its part, or its file, is no good
+                    done.pop(receipt.token, None)
+            self.flusher.upload(record, ours, paths, done, stop)
+            for receipt in ours:
+                parts.put(store, attempt.id, attempt.name, self.catalog.node, done[receipt.token])
+                noted.add(receipt.token)
+            there = parts.listed(store, attempt.id, attempt.name)
+        ranks = {receipt.rank for receipt in record.shards}
+        if (missing := ranks - there.keys()) or not duty.commits:
+            raise Incomplete(sorted(missing), news=bool(ours))
+        found = parts.find(store, attempt.id, attempt.name)
+        if missing := ranks - found.shards.keys():
+            store.delete(found.damaged)
+            raise Incomplete(sorted(missing), news=False)
+        keys = [key for of_rank in there.values() for key in of_rank]
+        try:
+            committed = self.flusher.commit(record, [found.shards[receipt.rank] for receipt in record.shards], paths, stop)
+        except (errors.NotFound, errors.Corrupt):  # a file that a part names is gone, or not whole: all nodes put theirs again
+            store.delete(keys)
+            raise
+        store.delete(keys)
+        return committed.summary.stored_bytes
+
     def _durable(self, attempt: Attempt, stored_bytes: int, seconds: float) -> None:
         effects = self.catalog.flushed(attempt.name, stored_bytes)
         if attempt.state == Checkpoint.DURABLE:
@@ -181,5 +288,8 @@ class Backlog:
                 log.warning("the record of %s stays as it is: %s", attempt.id, exc)
         log.info("durable %s: %d bytes stored of %d, %.2f s", attempt.id, stored_bytes, attempt.record.summary.raw_bytes, seconds)
         self.apply(effects)
-        if attempt.state == Checkpoint.DURABLE:
+        commits = self.duties.get(attempt.name, Duty()).commits
+        if attempt.joint and commits:
+            self.tell(attempt, everybody=True)
+        if attempt.state == Checkpoint.DURABLE and (commits or not attempt.joint):
             self.became_durable(attempt.id)

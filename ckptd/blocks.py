@@ -1,7 +1,8 @@
-"""Blocks of stored shards: read from the store, checked, and put in their place in a segment.
+"""Blocks of shards: which lie under what is wanted; those in the store are read, checked, and put in their place in a segment.
 
 Promises: what does not match its hash is never written; blocks that lie together are read in one
-request. Knows nothing of readers, memory budgets or what else a segment holds. All calls block.
+request. A block has the same key and the same place whether it is in the store or only in memory.
+Knows nothing of readers, memory budgets or what else a segment holds. All calls block.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TypeVar
 
 from ckptd import errors, manifest
 from ckptd.codec import Codec, block_hash
+from ckptd.model import BLOCK_NBYTES
 from ckptd.store import Store
 from ckptd.v1.manifest_pb2 import StoredShard, Table
 
@@ -84,10 +86,72 @@ class BlockShard:
         return sorted(found.values(), key=lambda block: block.offset)
 
 
+@dataclass(frozen=True, slots=True)
+class HeldShard:
+    """A shard that only memory has: cut into the blocks that its data file will have, whose hashes nobody knows yet."""
+
+    table: Table
+
+    def find(self, items: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> list[StoredBlock]:
+        """The blocks under byte ranges of items, in the order of the segment; where they lie in a file is not known."""
+        table = self.table
+        found: dict[Key, StoredBlock] = {}
+        for number, start, end in zip(items, starts, ends, strict=True):
+            check_range(table, number, start, end)
+            if start == end:
+                continue
+            item = table.items[number]
+            item_end = table.items[number + 1].at if number + 1 < len(table.items) else table.end
+            lead = item.raw_at - item.at
+            for block in range((lead + start) // BLOCK_NBYTES, (lead + end - 1) // BLOCK_NBYTES + 1):
+                at = item.at + block * BLOCK_NBYTES
+                nbytes = min(at + BLOCK_NBYTES, item_end) - at
+                found[number, block] = StoredBlock((number, block), at, nbytes, at, nbytes, b"")
+        return sorted(found.values(), key=lambda block: block.at)
+
+
 def check_range(table: Table, number: int, start: int, end: int) -> None:
     """Raises InvalidRequest unless these are bytes of that item."""
     if number >= len(table.items) or not 0 <= start <= end <= table.items[number].nbytes:
         raise errors.InvalidRequest(f"bytes {start} to {end} of item {number} are not in the shard")
+
+
+def raw_ranges(table: Table, keys: Sequence[Key], block_nbytes: int) -> tuple[list[int], list[int], list[int]]:
+    """Items, starts and ends under which `find` finds just these blocks. Raises InvalidRequest if there is no such block."""
+    starts, ends = [], []
+    for number, block in keys:
+        check_range(table, number, 0, 0)
+        item = table.items[number]
+        lead = item.raw_at - item.at
+        starts.append(max(0, block * block_nbytes - lead))
+        ends.append(min(item.nbytes, (block + 1) * block_nbytes - lead))
+        if starts[-1] >= ends[-1]:
+            raise errors.InvalidRequest(f"item {number} has no block {block} with data in it")
+    return [number for number, _ in keys], starts, ends
+
+
+def spans(blocks: Sequence[StoredBlock]) -> list[tuple[int, int]]:
+    """Where they lie in the segment; neighbours as one."""
+    found: list[tuple[int, int]] = []
+    for block in blocks:
+        if found and found[-1][1] == block.at:
+            found[-1] = (found[-1][0], block.at + block.nbytes)
+        else:
+            found.append(block.span)
+    return found
+
+
+def cut(blocks: Sequence[B], nbytes: int) -> list[list[B]]:
+    """The same blocks in groups of about so many bytes, in their order."""
+    groups: list[list[B]] = []
+    room = 0
+    for block in blocks:
+        if room <= 0:
+            groups.append([])
+            room = nbytes
+        groups[-1].append(block)
+        room -= block.nbytes
+    return groups
 
 
 def runs(blocks: Sequence[B]) -> list[list[B]]:

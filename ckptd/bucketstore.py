@@ -13,15 +13,18 @@ import contextlib
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Final
 
 from ckptd import gcs, s3
 from ckptd.errors import Corrupt, InvalidRequest, NotFound, StoreError, Unavailable
 from ckptd.filesystem import SERVICES, masked, open_filesystem, values
-from ckptd.foreign import credentials_refused, translated
-from ckptd.store import Children, Object, Source, check_key, check_prefix, exercise, is_key, is_temporary, reading
+from ckptd.foreign import code_of, credentials_refused, translated
+from ckptd.store import Changed, Children, Object, Source, check_key, check_prefix, exercise, is_key, is_temporary, reading
 
 _DELETING_THREADS: Final = 8
+#: What services answer when a condition of a put does not hold; S3 says NoSuchKey of what has gone.
+_CHANGED: Final = frozenset({"412", "PreconditionFailed", "NoSuchKey"})
 
 
 class BucketStore:
@@ -45,7 +48,11 @@ class BucketStore:
     def url(self) -> str:
         return self._url
 
-    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None) -> int:
+    @property
+    def conditional(self) -> bool:
+        return self._bucket.conditional
+
+    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None, replacing: str | None = None) -> int:
         name = self._lead + check_key(key)
         part = self._bucket.part_nbytes(nbytes_hint)
         nbytes = 0
@@ -58,15 +65,15 @@ class BucketStore:
                     nbytes += len(view)
                     while view:
                         if held.tell() == part:  # a part, and not the last
-                            with self._translated("cannot write", key, missing=StoreError):
+                            with self._translated("cannot write", key, missing=StoreError), self._only_over(replacing, key):
                                 if upload is None:
-                                    upload = self._bucket.upload(name)
+                                    upload = self._bucket.upload(name, replacing)
                                 upload.send(held)
                             held = io.BytesIO()
                         view = view[held.write(view[: part - held.tell()]) :]
-            with self._translated("cannot write", key, missing=StoreError):
+            with self._translated("cannot write", key, missing=StoreError), self._only_over(replacing, key):
                 if upload is None:
-                    self._bucket.put(name, held)
+                    self._bucket.put(name, held, replacing)
                 else:
                     upload.finish(held)
         except BaseException:
@@ -111,6 +118,15 @@ class BucketStore:
                 self._delete_singly(some)
                 self._deletes_many = False
 
+    def remove(self, key: str, version: str) -> None:
+        name = self._lead + check_key(key)
+        try:
+            with contextlib.suppress(NotFound), self._translated("cannot delete", key, missing=NotFound), self._only_over(version, key):
+                self._bucket.delete(name, version)
+        except Changed:
+            if any(found.key == key for found in self.list(key)):  # else it is what a service may say of what has gone
+                raise
+
     def abort_uploads(self, older_than_seconds: float) -> int:
         with self._translated("cannot give up old uploads", "below the root", missing=StoreError):
             return self._bucket.abort_uploads(self._lead, older_than_seconds)
@@ -138,13 +154,23 @@ class BucketStore:
         while True:
             with self._translated("cannot list", prefix or "the root", missing=StoreError):
                 found, prefixes, token = self._bucket.page(self._lead + prefix, delimiter, token)
-            objects += (Object(name[skip:], nbytes, modified) for name, nbytes, modified in found if is_key(name[skip:]))
+            objects += (replace(one, key=one.key[skip:]) for one in found if is_key(one.key[skip:]))
             cut += (name[skip:].removesuffix("/") for name in prefixes)
             if token is None:
                 return objects, cut
             if token in seen:
                 raise StoreError(f"{self._url} repeats itself when it lists {prefix or 'the root'}: use another store")
             seen.add(token)
+
+    @contextlib.contextmanager
+    def _only_over(self, replacing: str | None, key: str) -> Iterator[None]:
+        """Inside it, the answer that something else is there than is to go comes out as Changed."""
+        try:
+            yield
+        except Exception as exc:
+            if replacing is not None and (isinstance(exc, FileExistsError) or code_of(exc) in _CHANGED):  # gcsfs's word for a 412
+                raise Changed(f"{key} in {self._url} is not what it was: look again") from exc
+            raise
 
     @contextlib.contextmanager
     def _translated(self, what: str, key: str, *, missing: type[NotFound | StoreError]) -> Iterator[None]:

@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from ckptd import errors
-from ckptd.attempt import Attempt, Drop, Effect, Forget, Shard, StopFlush, bound, victims
-from ckptd.model import CheckpointId, mint_attempt
-from ckptd.v1.daemon_pb2 import Checkpoint, CommitRequest
-from ckptd.v1.manifest_pb2 import Receipt, Record, Summary
+from ckptd.attempt import Attempt, Drop, Effect, Forget, Shard, StopFlush, bound, own_tokens, victims
+from ckptd.model import CheckpointId
+from ckptd.v1.daemon_pb2 import Checkpoint
+from ckptd.v1.manifest_pb2 import Receipt, Record
 
 #: How many ended attempts are remembered for `list` and `wait`.
 REMEMBERED = 256
@@ -118,79 +118,40 @@ class Catalog:
                 effects += [self._drop_shard(shard.token) for shard in sealed]
         return effects
 
-    def prepare(self, request: CommitRequest, now_us: int) -> Record:
-        """The record that would make these receipts an attempt. Changes nothing."""
-        checkpoint = CheckpointId.parse(request.id)
-        receipts = [*request.shards, request.metadata]
-        if not request.shards:
-            raise errors.InvalidRequest(f"{checkpoint}: a checkpoint has at least one shard")
-        ranks = Counter(receipt.rank for receipt in request.shards)
-        if twice := [rank for rank, times in ranks.items() if times > 1]:
-            raise errors.InvalidRequest(f"{checkpoint}: rank {twice[0]} brought more than one shard")
-        if foreign := [receipt for receipt in receipts if receipt.node and receipt.node != self.node]:
-            raise errors.InvalidRequest(
-                f"{checkpoint}: rank {foreign[0].rank} saved to another daemon ({foreign[0].node}), or to this one before its memory "
-                "was lost: save again, with the same CKPTD_ADDRESS on all ranks (this version commits only what one daemon holds)"
-            )
-        if len({receipt.token for receipt in receipts}) < len(receipts):
-            raise errors.InvalidRequest(f"{checkpoint}: a shard was brought twice")
-        for receipt in receipts:
-            shard = self.shards.get(receipt.token)
-            what = "the metadata" if receipt is receipts[-1] else f"the shard of rank {receipt.rank}"
-            if shard is None or shard.receipt != receipt or self.holder(receipt.token):
-                raise errors.LeaseLost(
-                    f"{checkpoint}: the daemon no longer holds {what}: it was restarted, another process saved the same id at the same "
-                    f"time, or the last rank sealed more than {self.open_timeout_seconds:g} s after the first (--open-timeout): save again"
-                )
-            if shard.metadata != (receipt is receipts[-1]):
-                raise errors.InvalidRequest(f"{checkpoint}: the metadata pickle and the shards are not told apart")
-            if shard.id != checkpoint:
-                raise errors.InvalidRequest(f"{what} was saved as {shard.id}, the save is of {checkpoint}: give all ranks the same id")
-        if not request.durable and any(
-            a.state == Checkpoint.ACCEPTED and a.record.durable and a.id == checkpoint for a in self.attempts.values()
-        ):
-            raise errors.WrongPhase(
-                f"{checkpoint}: an earlier save of this id is on its way to the store, and one with durable=False would stop it: "
-                "wait for it, or choose another id"
-            )
-        summary = Summary(
-            id=str(checkpoint),
-            # Later than its shards, whatever the clock does: `wait` compares the two.
-            attempt=mint_attempt(max(now_us, *(receipt.sealed_us + 1 for receipt in receipts)), self.newest.get(checkpoint.run)),
-            accepted_us=now_us,
-            world_size=len(request.shards),
-            raw_bytes=sum(receipt.raw_bytes for receipt in request.shards),
-            codec=self.codec,
-            tags=request.tags,
-        )
-        if request.HasField("step"):
-            summary.step = request.step
-        shards = sorted(request.shards, key=lambda receipt: receipt.rank)
-        return Record(
-            summary=summary,
-            shards=shards,
-            metadata=request.metadata,
-            durable=request.durable,
-            only_new=request.only_new,
-        )
+    def accept(self, record: Record, *, durable: bool = False, held: Iterable[str] | None = None, confirmed: bool = True) -> list[Effect]:
+        """The record is written: the attempt exists, and once it is confirmed it supersedes older ones of its id.
 
-    def accept(self, record: Record, *, durable: bool = False) -> list[Effect]:
-        """The record is written: the attempt exists, and supersedes older ones of its id."""
+        `held`: tokens of what is here of it, if not just what this node has to hold.
+        """
         checkpoint = CheckpointId.parse(record.summary.id)
         attempt = Attempt(record, checkpoint, Checkpoint.DURABLE if durable else Checkpoint.ACCEPTED)
-        attempt.held = set(attempt.tokens)
+        attempt.own = own_tokens(record, self.node)
+        attempt.confirmed = confirmed
+        attempt.held = set(attempt.own if held is None else held)
         self.attempts[attempt.name] = attempt
         self.bound.update(dict.fromkeys(attempt.tokens, attempt.name))
         self.learn(checkpoint.run, attempt.name)
         for receipt in bound(record):
-            if receipt.token not in self.shards:  # re-adopted after a restart
+            if receipt.token in attempt.held and receipt.token not in self.shards:  # re-adopted after a restart
                 metadata = receipt.token == record.metadata.token
                 self.shards[receipt.token] = Shard(receipt.token, checkpoint, receipt.rank, "", metadata, 0.0, receipt)
+        return self.confirm(attempt.name) if confirmed else []
+
+    def confirm(self, name: str) -> list[Effect]:
+        """All participants have accepted the attempt."""
+        attempt = self.attempts[name]
+        attempt.confirmed = True
         effects: list[Effect] = []
         for older in self._older(attempt):
-            if older.state in (Checkpoint.ACCEPTED, Checkpoint.FAILED):
-                effects += self._end(older, Checkpoint.ABORTED, f"superseded by a newer save of {checkpoint}")
+            if older.pending or older.state in (Checkpoint.FAILED, Checkpoint.LOST):
+                effects += self._end(older, Checkpoint.ABORTED, f"superseded by a newer save of {attempt.id}")
         return effects
+
+    def copied(self, name: str, receipt: Receipt) -> None:
+        """A copy of another node's shard has arrived."""
+        attempt = self.attempts[name]
+        attempt.held.add(receipt.token)
+        self.shards[receipt.token] = Shard(receipt.token, attempt.id, receipt.rank, "", False, 0.0, receipt)
 
     def learn(self, run: str, attempt: str) -> None:
         """An attempt of the run exists somewhere: later ones must be newer."""
@@ -200,7 +161,7 @@ class Catalog:
 
     def to_flush(self) -> list[Attempt]:
         """What still has to become durable, the oldest first."""
-        pending = [a for a in self.attempts.values() if a.state == Checkpoint.ACCEPTED and a.record.durable and a.whole]
+        pending = [a for a in self.attempts.values() if a.pending and a.record.durable and a.intact and a.confirmed]
         return sorted(pending, key=lambda attempt: attempt.name)
 
     def flushed(self, name: str, stored_bytes: int) -> list[Effect]:
@@ -228,6 +189,28 @@ class Catalog:
         if not (attempt := self.attempts[name]).ended:
             attempt.reason = reason
             self.trouble(name, f"checkpoint {attempt.id} is not durable yet, {reason}")
+
+    def replicated(self, name: str, *, replicated: bool) -> None:
+        """Whether enough other nodes hold copies of all its shards."""
+        attempt = self.attempts[name]
+        if attempt.pending:
+            attempt.state = Checkpoint.REPLICATED if replicated else Checkpoint.ACCEPTED
+
+    def lost(self, name: str, reason: str) -> list[Effect]:
+        """A part of it is in no memory and not in the store. What is here stays until its memory is needed, or the part is back."""
+        attempt = self.attempts[name]
+        if not attempt.pending:
+            return []
+        attempt.state, attempt.reason = Checkpoint.LOST, reason
+        self.trouble(name, f"checkpoint {attempt.id} is lost: {reason}")
+        return [StopFlush(name)]
+
+    def found(self, name: str) -> None:
+        """The part that had been lost is back."""
+        attempt = self.attempts[name]
+        if attempt.state == Checkpoint.LOST and attempt.intact:
+            attempt.state, attempt.reason = Checkpoint.ACCEPTED, ""
+            self.troubles.pop(name, None)
 
     @property
     def warning(self) -> str:
@@ -259,7 +242,10 @@ class Catalog:
             return []
         del self.pins[name]
         attempt = self.attempts.get(name)
-        return self._let_go(attempt) if attempt is not None and attempt.state in (Checkpoint.ABORTED, Checkpoint.LOST) else []
+        if attempt is None:
+            return []
+        gone = attempt.state == Checkpoint.ABORTED or (attempt.state == Checkpoint.LOST and not attempt.intact)
+        return self._let_go(attempt) if gone else []
 
     def victims(self) -> Iterator[tuple[str, bool]]:
         """Tokens in the order in which they may be lost; see `attempt.victims`."""
@@ -271,7 +257,7 @@ class Catalog:
         if attempt is None or token not in attempt.held:
             return []
         effects: list[Effect] = []
-        if attempt.state in (Checkpoint.ACCEPTED, Checkpoint.FAILED):
+        if token in attempt.own and (attempt.pending or attempt.state == Checkpoint.FAILED):
             effects = self._end(attempt, Checkpoint.LOST, "its memory was removed from the shm-dir")
         return [*effects, *self.evicted(token)]
 
@@ -282,8 +268,14 @@ class Catalog:
         if attempt is None or token not in attempt.held:
             return []
         attempt.held.discard(token)
+        if token not in attempt.own:  # a copy for another node
+            return []
         effects: list[Effect] = [Forget(attempt.name)]
-        if attempt.state == Checkpoint.ACCEPTED:
+        if attempt.pending and attempt.doubtful:
+            effects += self._end(
+                attempt, Checkpoint.LOST, f"a part of it could not be reached, and its memory was needed: {attempt.reason}"
+            )
+        elif attempt.pending:
             effects += self._end(attempt, Checkpoint.ABORTED, "its memory was needed after a newer checkpoint had become safe")
         elif attempt.state == Checkpoint.DURABLE and not attempt.held:
             self._remove(attempt.name)
@@ -322,7 +314,7 @@ class Catalog:
         return Drop(token)
 
     def _end(self, attempt: Attempt, state: Checkpoint.State, reason: str) -> list[Effect]:
-        flushing = attempt.state == Checkpoint.ACCEPTED
+        flushing = attempt.pending
         if state == Checkpoint.ABORTED:
             self.troubles.pop(attempt.name, None)
         attempt.state = state

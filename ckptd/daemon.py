@@ -25,24 +25,32 @@ from pathlib import Path
 
 import grpc
 
-from ckptd import __version__, errors
+from ckptd import __version__, errors, tls
+from ckptd.addresses import is_reachable, is_unix
+from ckptd.attempt import Attempt
 from ckptd.codec import parse
+from ckptd.commits import Commits
 from ckptd.config import Settings
 from ckptd.fallback import Fallback
 from ckptd.fetcher import Fetcher
 from ckptd.flusher import Flusher
 from ckptd.ledger import Ledger
 from ckptd.node import Node
+from ckptd.peers import MESSAGE_NBYTES, Peers
+from ckptd.peerservice import Introductions, PeerService
+from ckptd.replicas import Replicas
 from ckptd.restore import Restore
 from ckptd.retention import Policy
 from ckptd.service import ErrorInterceptor, Service
 from ckptd.store import Store
-from ckptd.stores import open_store
+from ckptd.stores import is_node_local, open_store
 from ckptd.sweeper import Sweeper
 from ckptd.upkeep import Upkeep
 from ckptd.v1 import daemon_pb2 as pb
 from ckptd.v1.daemon_pb2_grpc import add_DaemonServicer_to_server
+from ckptd.v1.peer_pb2_grpc import add_PeerServicer_to_server
 from ckptd.verifier import Verifier
+from ckptd.watch import Watch
 
 log = logging.getLogger(__name__)
 #: Niceness of the threads that compress: training goes first.
@@ -53,7 +61,8 @@ PROBE_SECONDS = 10.0
 STOP_SECONDS = 0.5
 OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second daemon on a port must fail, not share it
-    ("grpc.max_send_message_length", 4 * 1024 * 1024),
+    ("grpc.max_send_message_length", MESSAGE_NBYTES),
+    ("grpc.max_receive_message_length", MESSAGE_NBYTES),
 )
 
 
@@ -62,7 +71,7 @@ def serve(settings: Settings) -> int:
     logging.basicConfig(
         stream=sys.stderr, level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
     )
-    locks = [claim_socket(address) for address in settings.listen if address.startswith("unix:")]
+    locks = [claim_socket(address) for address in settings.listen if is_unix(address)]
     try:
         status = asyncio.run(run(settings))
     finally:
@@ -84,6 +93,9 @@ class Rooms:
     restore: Restore
     upkeep: Upkeep
     service: Service
+    peers: Peers
+    peer_service: PeerService
+    watch: Watch
     pools: tuple[ThreadPoolExecutor, ...]
 
 
@@ -98,10 +110,12 @@ def put_together(settings: Settings, store: Store) -> Rooms:
     fallback_threads = ThreadPoolExecutor(2, "fallback")
     codec = parse(settings.codec)
     ledger = Ledger(store)
+    peers = Peers(settings.advertise, configured=settings.peers, credentials=tls.channel_credentials(settings))
     node = Node(
         shm_dir=settings.shm_dir,
         memory=settings.memory,
         codec=codec.name,
+        address=settings.advertise,
         open_timeout_seconds=settings.open_timeout_seconds,
         ledger=ledger,
         flusher=Flusher(store, ledger, compute, uploads),
@@ -109,7 +123,7 @@ def put_together(settings: Settings, store: Store) -> Rooms:
         memory_threads=memory_threads,
         flush_threads=flush_threads,
     )
-    restore = Restore(node, ledger, Fetcher(store, node.arena, threads), threads)
+    restore = Restore(node, ledger, Fetcher(store, node.arena, threads), threads, peers=peers)
     upkeep = Upkeep(
         node,
         restore,
@@ -120,17 +134,29 @@ def put_together(settings: Settings, store: Store) -> Rooms:
         delete_grace_seconds=settings.delete_grace_seconds,
         orphan_age_seconds=settings.orphan_age_seconds,
     )
+    watch, replicas = Watch(node, peers), Replicas(node, peers)
+    commits = Commits(node, peers, node_local=is_node_local(store.url) and not settings.shared_store, replicas=settings.replicas)
+
+    def accepted(attempt: Attempt) -> None:
+        replicas.begin(attempt)
+        watch.begin(attempt)
+
+    commits.accepted = watch.taken_over = accepted
+    replicas.arrived = watch.look_at
+    watch.confirmed = commits.confirm
+    upkeep.abandon = commits.give_up
     service = Service(
         node,
+        commits,
         restore,
         Fallback(node, restore, ledger, store, fallback_threads),
         Verifier(node, ledger, store, verify_threads),
         upkeep,
         store=store.url,
-        status=functools.partial(describe, settings, node, restore, store.url, time.monotonic()),
+        status=functools.partial(describe, settings, node, restore, peers, store.url, time.monotonic()),
     )
     pools = (compute, uploads, threads, memory_threads, flush_threads, verify_threads, fallback_threads)
-    return Rooms(node, restore, upkeep, service, pools)
+    return Rooms(node, restore, upkeep, service, peers, PeerService(commits, watch, restore), watch, pools)
 
 
 async def run(settings: Settings) -> int:
@@ -139,22 +165,26 @@ async def run(settings: Settings) -> int:
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
+    credentials = tls.server_credentials(settings)
     store = open_store(settings.store, settings.store_options)
     await probe(loop, store.probe, ended)
     rooms = put_together(settings, store)
     node = rooms.node
     node.recover()
-    server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=OPTIONS)
+    server = grpc.aio.server(interceptors=(ErrorInterceptor(), Introductions(rooms.peers)), options=OPTIONS)
     add_DaemonServicer_to_server(rooms.service, server)
+    add_PeerServicer_to_server(rooms.peer_service, server)
     for address in settings.listen:
-        listen(server, address)
+        listen(server, address, credentials)
     await server.start()
-    print("ready", settings.listen[0], store.url, flush=True)
+    print("ready", settings.address, store.url, flush=True)
     log.info("ckptd %s, node %s, store %s, memory %d bytes in %s", __version__, node.name, store.url, node.arena.budget, settings.shm_dir)
     background = (
         asyncio.create_task(node.flush_forever(), name="flush"),
         asyncio.create_task(tick(node), name="tick"),
         asyncio.create_task(rooms.upkeep.forever(), name="upkeep"),
+        asyncio.create_task(rooms.watch.forever(), name="watch"),
+        asyncio.create_task(rooms.peers.look_up_forever(), name="peers"),
     )
     ending = asyncio.create_task(ended.wait(), name="signal")
     try:
@@ -171,6 +201,7 @@ async def run(settings: Settings) -> int:
             ended_task.cancel()
         rooms.service.ending.set()
         await server.stop(STOP_SECONDS)
+        await rooms.peers.close()
         rooms.restore.close()
         node.close()
         for pool in rooms.pools:
@@ -225,10 +256,19 @@ def claim_socket(address: str) -> int:
     return lock
 
 
-def listen(server: grpc.aio.Server, address: str) -> None:
-    """Takes an address, or raises InvalidRequest."""
+def listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> None:
+    """Takes an address, TCP with TLS if there are credentials, or raises InvalidRequest."""
+    if credentials is None and is_reachable(address):
+        log.warning(
+            "--insecure: whoever reaches %s can read, replace and delete checkpoints; give --tls-cert, --tls-key and --tls-ca "
+            "unless every machine on that network is trusted",
+            address,
+        )
     try:
-        port = server.add_insecure_port(address)
+        if credentials is None or is_unix(address):
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
     except RuntimeError:
         port = 0
     if port == 0:
@@ -241,7 +281,7 @@ def be_nice() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), FLUSH_NICENESS)
 
 
-def describe(settings: Settings, node: Node, restore: Restore, store: str, started: float) -> pb.StatusReply:
+def describe(settings: Settings, node: Node, restore: Restore, peers: Peers, store: str, started: float) -> pb.StatusReply:
     """What `ckptd status` shows."""
     attempts = node.catalog.attempts.values()
     served = dict(restore.bytes_from)
@@ -256,7 +296,9 @@ def describe(settings: Settings, node: Node, restore: Restore, store: str, start
         leases=len(+node.catalog.leases),
         open_shards=sum(shard.receipt is None for shard in node.catalog.shards.values()),
         waiting=node.arena.waiting,
-        accepted=sum(attempt.state == pb.Checkpoint.ACCEPTED for attempt in attempts),
+        accepted=sum(attempt.pending for attempt in attempts),
+        replicated=sum(attempt.state == pb.Checkpoint.REPLICATED for attempt in attempts),
+        lost=sum(attempt.state == pb.Checkpoint.LOST for attempt in attempts),
         failed=sum(attempt.state == pb.Checkpoint.FAILED for attempt in attempts),
         bytes_from=served,
         uptime_seconds=time.monotonic() - started,
@@ -264,4 +306,6 @@ def describe(settings: Settings, node: Node, restore: Restore, store: str, start
         pid=os.getpid(),
         shm_dir=str(settings.shm_dir),
         draining=node.drained or node.draining,
+        address=node.address,
+        peers=[pb.PeerStatus(address=address, gone_seconds=peers.gone_seconds(address)) for address in peers.known],
     )

@@ -25,6 +25,7 @@ from ckptd.v1.manifest_pb2 import Tombstone
 VOID_SECONDS: Final = 60.0
 
 _DATA_FILE: Final = re.compile(r"__\d+_[0-9a-f]{16}\.distcp")
+_PART: Final = re.compile(rf"{re.escape(OWN_DIRECTORY)}/([0-9a-f]{{24}})-\d+-[0-9a-f]{{16}}\.part")
 _MANIFEST: Final = re.compile(rf"{re.escape(OWN_DIRECTORY)}/([0-9a-f]{{24}})-[0-9a-f]{{16}}\.manifest")
 #: Name of what keeps a checkpoint from every policy.
 PIN: Final = f"{OWN_DIRECTORY}/pin"
@@ -91,8 +92,18 @@ class Plan:
 
 
 def is_own(name: str) -> bool:
-    """Whether no other file ever has this name: a data file or a manifest of ours."""
-    return _DATA_FILE.fullmatch(name) is not None or is_manifest(name)
+    """Whether no other file ever has this name: a data file, a manifest or a part of ours."""
+    return is_data(name) or is_manifest(name) or is_part(name)
+
+
+def is_data(name: str) -> bool:
+    """Whether this is the name of a data file of ours."""
+    return _DATA_FILE.fullmatch(name) is not None
+
+
+def is_part(name: str) -> bool:
+    """Whether this is the name of a part: of use until its attempt, or a newer one, is durable."""
+    return _PART.fullmatch(name) is not None
 
 
 def is_manifest(name: str) -> bool:
@@ -101,8 +112,8 @@ def is_manifest(name: str) -> bool:
 
 
 def attempt_of(name: str) -> str:
-    """The attempt whose manifest has this name; "" if it is not a manifest's."""
-    found = _MANIFEST.fullmatch(name)
+    """The attempt whose manifest or part has this name; "" if it is not one's."""
+    found = _MANIFEST.fullmatch(name) or _PART.fullmatch(name)
     return found.group(1) if found else ""
 
 
@@ -158,6 +169,7 @@ def _condemned(directory: Directory, orphan_age_seconds: float, now: float) -> l
         older = {name for name in manifests if attempt_of(name) < directory.live.attempt}
         superseded = older.union(*(manifests[name] or () for name in older))
         superseded -= frozenset().union(*(manifests[name] or () for name in manifests.keys() - older))
+        superseded |= {name for name in directory.objects if is_part(name) and attempt_of(name) <= directory.live.attempt}
     orphans = loose - superseded - _under_way(directory, loose, now)
     times = [found.modified for name, found in directory.objects.items() if name in orphans or is_temporary(name)]
     if not all(is_old(modified, orphan_age_seconds, now) for modified in times):

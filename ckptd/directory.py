@@ -153,14 +153,14 @@ def _is_clean(ledger: Ledger, entry: Entry, there: Mapping[str, Object]) -> bool
     """Whether there is nothing but the checkpoint: so many bytes as its manifest's head says, and no second manifest."""
     if entry.save_id is None or entry.damaged or any(is_temporary(name) or _is_list(name) for name in there):
         return False
-    own = [name for name in there if debris.is_own(name)]
-    if [name for name in own if debris.is_manifest(name)] != [f"{OWN_DIRECTORY}/{entry.save_id}"]:
+    data = [name for name in there if debris.is_data(name)]
+    if [name for name in there if debris.is_own(name) and name not in data] != [f"{OWN_DIRECTORY}/{entry.save_id}"]:
         return False
     try:
         nbytes = ledger.summary(entry).stored_bytes
     except Corrupt:
         return False
-    return nbytes == sum(there[name].nbytes for name in own if not debris.is_manifest(name))
+    return nbytes == sum(there[name].nbytes for name in data)
 
 
 def _is_ours(name: str) -> bool:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from ckptd import errors
-from ckptd.attempt import Attempt, checkpoint_of
+from ckptd.attempt import checkpoint_of
 from ckptd.ledger import Ledger, newest_first
 from ckptd.model import LATEST, CheckpointId
 from ckptd.node import Node
@@ -26,7 +26,6 @@ from ckptd.restore import Restore
 from ckptd.scan import Entry
 from ckptd.store import Object, Store
 from ckptd.v1.daemon_pb2 import Checkpoint
-from ckptd.verifier import unstored
 from ckptd.verify import ADVICE, is_whole
 
 log = logging.getLogger(__name__)
@@ -74,19 +73,19 @@ class Fallback:
 
     async def _look(self, target: CheckpointId | str) -> Checkpoint | None:
         """None: something was deleted or saved again meanwhile."""
-        before = unstored(self.node)
+        run = target.run if isinstance(target, CheckpointId) else target
+        waiting = await self.restore.unstored(run)
         try:
             line = await self.restore.resolve(target)
-            if (attempt := self._held(CheckpointId.parse(line.summary.id), line.summary.attempt)) is not None:
-                return checkpoint_of(attempt)
+            if (held := self._held(CheckpointId.parse(line.summary.id), line.summary.attempt)) is not None:
+                return held
         except errors.Corrupt:
             pass  # that is what is to be found out below
-        run = target.run if isinstance(target, CheckpointId) else target
         entries = await self.restore.questions.ask("entries", run, self.ledger.entries)
-        waiting = {attempt.name: attempt for attempt in (*before, *unstored(self.node)) if attempt.id.run == run}
-        candidates = list(_newest_first(entries, list(waiting.values())))
+        waiting |= await self.restore.unstored(run)
+        candidates = list(_newest_first(entries, waiting))
         if isinstance(target, CheckpointId):
-            while candidates and candidates[0].id != target:  # accepted later
+            while candidates and _id(candidates[0]) != target:  # accepted later
                 del candidates[0]
         skipped: list[str] = []
         for candidate in candidates:
@@ -97,23 +96,25 @@ class Fallback:
             if found is not None:
                 if skipped:
                     found.skipped.extend(skipped)
-                    log.error("a load of %s goes back to %s: %s", named(target), candidate.id, "; ".join(skipped))
+                    log.error("a load of %s goes back to %s: %s", named(target), _id(candidate), "; ".join(skipped))
                 return found
-            skipped.append(f"{candidate.id}: {why}")
+            skipped.append(f"{_id(candidate)}: {why}")
         if not skipped:
             return None
-        ids = ", ".join(str(candidate.id) for candidate in candidates)
+        ids = ", ".join(str(_id(candidate)) for candidate in candidates)
         raise errors.Corrupt(f"there is no good checkpoint to go back to, all of these are damaged: {ids} ({'; '.join(skipped)})")
 
-    async def _good(self, candidate: Entry | Attempt) -> tuple[Checkpoint | None, str]:
+    async def _good(self, candidate: Entry | Checkpoint) -> tuple[Checkpoint | None, str]:
         """The checkpoint if it is whole; else what is wrong with it. Raises NotFound if it is not there any more."""
-        name = candidate.name if isinstance(candidate, Attempt) else candidate.attempt
-        if (attempt := self._held(candidate.id, name)) is not None:
-            return checkpoint_of(attempt), ""
-        if isinstance(candidate, Attempt):
-            if (now := self.node.catalog.attempts.get(candidate.name)) is None or now.state == Checkpoint.DURABLE:
-                raise errors.NotFound(f"{candidate.id} has been made durable since")
-            return None, "its memory is gone"
+        name = candidate.summary.attempt if isinstance(candidate, Checkpoint) else candidate.attempt
+        if (held := self._held(_id(candidate), name)) is not None:
+            return held, ""
+        if isinstance(candidate, Checkpoint):
+            now = (await self.restore.unstored(_id(candidate).run)).get(candidate.summary.attempt)
+            if now is None:
+                raise errors.NotFound(f"{_id(candidate)} has been made durable since, or given up")
+            own = self.node.catalog.attempts.get(now.summary.attempt)
+            return (now, "") if own is None or own.joint else (None, "its memory is gone")
         try:
             line = await self.restore.readable(candidate)
         except errors.LeaseLost as exc:
@@ -126,13 +127,13 @@ class Fallback:
             return None, damage[0] + (f" (and {more} more)" if more else "")
         return line, ""
 
-    def _held(self, id: CheckpointId, name: str | None) -> Attempt | None:
-        """The attempt, if all of it is in memory."""
+    def _held(self, id: CheckpointId, name: str | None) -> Checkpoint | None:
+        """The attempt, if all of it is in this node's memory."""
         attempt = self.node.catalog.attempts.get(name or "")
         if attempt is None or attempt.id != id or not attempt.whole or attempt.state in (Checkpoint.ABORTED, Checkpoint.LOST):
             return None
         there = all(self.node.arena.get(token).path.exists() for token in attempt.tokens)
-        return attempt if there else None
+        return checkpoint_of(attempt) if there else None
 
     async def _damage(self, entry: Entry, name: str) -> tuple[str, ...]:
         """What is damaged of it; reads it unless that is known or under way. `name`: of the attempt, or a stock one's state."""
@@ -183,11 +184,15 @@ def named(target: CheckpointId | str) -> str:
     return str(target) if isinstance(target, CheckpointId) else f"{target}/{LATEST}" if target else LATEST
 
 
-def _newest_first(entries: Sequence[Entry], attempts: Sequence[Attempt]) -> Iterator[Entry | Attempt]:
-    """What is durable and what is not yet, as `latest` would find them if the newer ones were not there."""
-    waiting = sorted(attempts, key=lambda attempt: attempt.name)
+def _id(candidate: Entry | Checkpoint) -> CheckpointId:
+    return candidate.id if isinstance(candidate, Entry) else CheckpointId.parse(candidate.summary.id)
+
+
+def _newest_first(entries: Sequence[Entry], unstored: Mapping[str, Checkpoint]) -> Iterator[Entry | Checkpoint]:
+    """What is durable and what is not yet (by attempt), as `latest` would find them if the newer ones were not there."""
+    waiting = sorted(unstored)
     for entry in newest_first(entries):
-        while waiting and waiting[-1].name > entry.order:
-            yield waiting.pop()
+        while waiting and waiting[-1] > entry.order:
+            yield unstored[waiting.pop()]
         yield entry
-    yield from reversed(waiting)
+    yield from (unstored[name] for name in reversed(waiting))

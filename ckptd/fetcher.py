@@ -1,7 +1,8 @@
-"""Store -> memory: makes the blocks that readers ask for present, once for all of them.
+"""Store and peers -> memory: makes the blocks that readers ask for present, once for all of them.
 
 A shard that is not in memory gets a sparse segment, laid out like the sealed one; blocks
-are fetched, decoded, checked against their hash and written where they belong. Of a stock
+come from other nodes, where the caller has a way to them, and else from the store; they
+are decoded, checked against their hash and written where they belong. Of a stock
 checkpoint an item is one block, and checked as far as its format allows. Promises:
 one fetch per block however many readers ask (single-flight), only verified bytes are ever
 in a segment under a `present` answer, memory is reserved before it is touched, and a
@@ -11,33 +12,55 @@ block that somebody reads is not given up. Never reads more of a file than block
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from ckptd import errors
 from ckptd.arena import Arena
-from ckptd.blocks import REQUEST_NBYTES, BlockShard, Key, StoredBlock, allocated, pages_nbytes, punch, read_run, runs
+from ckptd.blocks import REQUEST_NBYTES, BlockShard, HeldShard, Key, StoredBlock, allocated, pages_nbytes, punch, read_run, runs
 from ckptd.codec import parse
 from ckptd.items import Got, ItemShard, StoredItem, check_placed, damaged
 from ckptd.model import CheckpointId, data_key
 from ckptd.segment import Segment
 from ckptd.stock import Stock
 from ckptd.store import Store
-from ckptd.v1.manifest_pb2 import Manifest
+from ckptd.v1.manifest_pb2 import Manifest, Record
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What an attempt consists of that is no checkpoint in the store: what a manifest is for one. Some of its shards may be there."""
+
+    record: Record
+    shards: list[HeldShard | BlockShard]
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Blocks that no other node gave, and why."""
+
+    blocks: list[StoredBlock]
+    why: list[str]
+
+
+Contents: TypeAlias = Manifest | Stock | Held
+#: Puts blocks that other nodes have where they belong in a file, and raises nothing.
+Elsewhere: TypeAlias = Callable[[Path, Sequence[StoredBlock]], Awaitable[Left]]
+
+
 @dataclass(slots=True)
 class Cached:
-    """The sparse segment of one stored shard, and which of its blocks are there or on their way."""
+    """The sparse segment of one shard, and which of its blocks are there or on their way."""
 
-    shard: BlockShard | ItemShard
+    shard: BlockShard | ItemShard | HeldShard
     segment: Segment
     fetching: int = 0
     waiting: int = 0
@@ -73,24 +96,35 @@ class Fetcher:
             if cached.segment.token == token:
                 del self.cached[key]
 
-    def find(self, contents: Manifest | Stock, shard: int, items: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> Blocks:
-        """The blocks of one shard of a durable checkpoint under byte ranges of its items."""
+    def find(self, contents: Contents, shard: int, items: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> Blocks:
+        """The blocks of one shard under byte ranges of its items."""
         cached = self._open(contents, shard)
-        return Blocks(cached, list(cached.shard.find(items, starts, ends)))
+        found = contents.shards[shard] if isinstance(contents, Held) else cached.shard
+        return Blocks(cached, list(found.find(items, starts, ends)))
 
-    async def present(self, contents: Manifest | Stock, shard: int, wanted: Sequence[StoredBlock], deadline: float | None) -> Blocks:
+    async def present(
+        self,
+        contents: Contents,
+        shard: int,
+        wanted: Sequence[StoredBlock],
+        deadline: float | None,
+        elsewhere: Elsewhere | None = None,
+    ) -> Blocks:
         """Returns when all the blocks are there; they are pinned then, and the caller unpins them with `release`.
 
+        What is not there comes from `elsewhere`, as far as that gives it, and else from the store.
         Nothing is pinned, and no block is on its way, while memory is waited for: whoever holds something
         or is waited for by others ends without needing more. Raises Corrupt if a block is not what was
-        stored, ArenaFull if there is no memory for it, and what the store raises; then nothing stays pinned.
+        stored, ArenaFull if there is no memory for it, Unavailable if only memory has the attempt and nobody
+        gave a block, and what the store raises; then nothing stays pinned.
         """
         cached = self._open(contents, shard)
         missing = await self._reserve(cached, wanted, deadline)
         blocks = Blocks(cached, list(wanted))
         cached.pins.update(block.key for block in wanted)
         if missing.blocks:
-            self._start(cached, missing)
+            shard_read = contents.shards[shard] if isinstance(contents, Held) else cached.shard
+            self._start(cached, missing, functools.partial(self._read, cached, shard_read, missing.blocks, elsewhere))
         try:
             # All are looked up before the first is awaited: one that fails is forgotten at once.
             for there in [cached.blocks[block.key] for block in wanted]:
@@ -122,9 +156,13 @@ class Fetcher:
         finally:
             cached.waiting -= 1
 
-    def _open(self, contents: Manifest | Stock, shard: int) -> Cached:
+    def _open(self, contents: Contents, shard: int) -> Cached:
         # A copied directory has the same attempt, but files of its own.
-        key = ("", contents.identity, shard) if isinstance(contents, Stock) else (contents.summary.id, contents.summary.attempt, shard)
+        if isinstance(contents, Stock):
+            key = ("", contents.identity, shard)
+        else:
+            summary = contents.record.summary if isinstance(contents, Held) else contents.summary
+            key = (summary.id, summary.attempt, shard)
         cached = self.cached.pop(key, None)
         if cached is not None and not cached.segment.path.exists() and not cached.busy:
             self.arena.drop(cached.segment.token)  # somebody removed the file
@@ -132,17 +170,19 @@ class Fetcher:
         if cached is None:
             stored = shard_of(contents, shard)
             cached = Cached(stored, self.arena.create_cache(stored.table.end))
+        elif isinstance(cached.shard, HeldShard):  # it may have become durable since
+            cached.shard = shard_of(contents, shard)
         self.cached[key] = cached  # the last one is the most recently used
         return cached
 
-    def _start(self, cached: Cached, missing: Missing) -> None:
+    def _start(self, cached: Cached, missing: Missing, read: Callable[[], Awaitable[None]]) -> None:
         """Begins to fetch, in a task of its own: a reader that is cancelled must not fail those who wait for the same blocks."""
         loop = asyncio.get_running_loop()
         for block in missing.blocks:
             cached.blocks[block.key] = loop.create_future()
             cached.places[block.key] = block
         cached.fetching += 1
-        task = asyncio.create_task(self._fetch(cached, missing))
+        task = asyncio.create_task(self._fetch(cached, missing, read))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -156,11 +196,11 @@ class Fetcher:
         self._make_way()
         self.arena.poke()
 
-    async def _fetch(self, cached: Cached, missing: Missing) -> None:
+    async def _fetch(self, cached: Cached, missing: Missing, read: Callable[[], Awaitable[None]]) -> None:
         """Fetches the blocks and tells all who wait for them; raises nothing."""
         failure: Exception | None = None
         try:
-            await self._read(cached, missing.blocks)
+            await read()
         except asyncio.CancelledError:
             failure = errors.Unavailable("the daemon is shutting down")
         except Exception as exc:  # noqa: BLE001 - whoever waits raises it
@@ -179,8 +219,20 @@ class Fetcher:
         self.arena.charge(cached.segment.token, allocated(cached.segment.path), settled=missing.reserved)
         self._make_way()
 
-    async def _read(self, cached: Cached, blocks: Sequence[StoredBlock]) -> None:
-        path, shard = cached.segment.path, cached.shard
+    async def _read(
+        self,
+        cached: Cached,
+        shard: BlockShard | ItemShard | HeldShard,
+        blocks: Sequence[StoredBlock],
+        elsewhere: Elsewhere | None,
+    ) -> None:
+        path = cached.segment.path
+        left = Left(list(blocks), []) if elsewhere is None else await elsewhere(path, blocks)
+        blocks = left.blocks
+        if isinstance(shard, HeldShard):
+            if blocks:
+                raise errors.Unavailable("; ".join(left.why) or "no node that can be reached holds the shard")
+            return
         if isinstance(shard, BlockShard):
             await self._all(self._run(read_run, self.store, shard.key, shard.codec, path, run) for run in runs(blocks))
             return
@@ -260,9 +312,9 @@ class Blocks:
     blocks: list[StoredBlock]
 
 
-def shard_of(contents: Manifest | Stock, number: int) -> BlockShard | ItemShard:
-    """One shard of what is in the store."""
-    if isinstance(contents, Stock):
+def shard_of(contents: Contents, number: int) -> BlockShard | ItemShard | HeldShard:
+    """One shard of a checkpoint."""
+    if not isinstance(contents, Manifest):
         return contents.shards[number]
     stored = contents.shards[number]
     key = data_key(CheckpointId.parse(contents.summary.id), stored.file)

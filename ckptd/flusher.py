@@ -58,10 +58,17 @@ class Flusher:
         the next try goes on from there. Returns the manifest that was committed. Raises Stopped, or a
         kind from ckptd.errors that says whether to try again.
         """
+        self.upload(record, record.shards, paths, done, stop)
+        return self.commit(record, [done[receipt.token] for receipt in record.shards], paths, stop)
+
+    def upload(
+        self, record: Record, receipts: Sequence[Receipt], paths: Mapping[str, Path], done: dict[str, StoredShard], stop: threading.Event
+    ) -> None:
+        """Puts the data files of some of its shards; see `flush`."""
         checkpoint = CheckpointId.parse(record.summary.id)
         running = {
             self.uploads.submit(self._upload, checkpoint, receipt, paths[receipt.token], parse(record.summary.codec), stop): receipt.token
-            for receipt in record.shards
+            for receipt in receipts
             if receipt.token not in done
         }
         wait(running)
@@ -73,7 +80,11 @@ class Flusher:
                 failures.append(exc)
         if failures:  # what can never work outweighs what may pass
             raise min(failures, key=lambda exc: isinstance(exc, errors.Unavailable))
-        committed = Manifest(summary=record.summary, block_nbytes=BLOCK_NBYTES, shards=[done[receipt.token] for receipt in record.shards])
+
+    def commit(self, record: Record, shards: Sequence[StoredShard], paths: Mapping[str, Path], stop: threading.Event) -> Manifest:
+        """Commits what is uploaded, all shards in the order of the record; see `flush`."""
+        checkpoint = CheckpointId.parse(record.summary.id)
+        committed = Manifest(summary=record.summary, block_nbytes=BLOCK_NBYTES, shards=shards)
         pickle = read_range(paths[record.metadata.token], 0, record.metadata.nbytes)
         if stop.is_set():
             raise Stopped(f"{checkpoint}: the flush was stopped")

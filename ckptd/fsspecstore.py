@@ -3,7 +3,7 @@
 Promises beyond Store's: keys are used literally, whatever characters the root has; a file grows
 beside its name and is moved there. Never trusts fsspec's listing cache, its patterns, its
 `with open(…)` (which publishes what was written before an exception), nor its `find`, which leaves
-out what it cannot read.
+out what it cannot read. fsspec knows no conditions: every put takes place, whatever it was to replace.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ class FsspecStore:
     def url(self) -> str:
         return self._url
 
-    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None) -> int:
+    @property
+    def conditional(self) -> bool:
+        return False
+
+    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None, replacing: str | None = None) -> int:
         path = self._path(check_key(key))
         parent = path.rpartition("/")[0]
         temporary = f"{parent}/{temporary_name()}"
@@ -95,6 +99,9 @@ class FsspecStore:
         with ThreadPoolExecutor(max(1, min(_DELETING_THREADS, len(wanted))), "store-delete") as threads:
             for done in [threads.submit(self._delete, key) for key in wanted]:
                 done.result()
+
+    def remove(self, key: str, version: str) -> None:
+        self.delete([key])
 
     def abort_uploads(self, older_than_seconds: float) -> int:
         return 0

@@ -24,11 +24,12 @@ from typing import Any, Final
 from urllib.parse import quote, urlencode
 
 from ckptd.foreign import Refused, code_of
+from ckptd.store import ABSENT, Object
 
 #: GCS takes parts in multiples of 256 KiB, as many as there are.
 _PART_NBYTES: Final = 64 * 256 * 1024
 _PAGE_COUNT: Final = 1000
-_FIELDS: Final = "kind,nextPageToken,prefixes,items(name,size,updated,timeCreated)"
+_FIELDS: Final = "kind,nextPageToken,prefixes,items(name,size,updated,timeCreated,generation)"
 _BINARY: Final = {"Content-Type": "application/octet-stream"}
 _BOUNDARY: Final = "ckptd-batch"
 
@@ -41,6 +42,8 @@ class Bucket:
 
     #: GCS takes at most so many calls per batch.
     most_deletes: Final = 100
+    #: GCS knows conditions of a put.
+    conditional: Final = True
 
     def __init__(self, fs: Any, path: str, token: Any) -> None:
         self._fs = fs
@@ -68,32 +71,37 @@ class Bucket:
             raise
         return data
 
-    def put(self, key: str, data: io.BytesIO) -> None:
-        """Stores an object in one request."""
+    def put(self, key: str, data: io.BytesIO, replacing: str | None) -> None:
+        """Stores an object in one request, over the generation `replacing` (or ABSENT); None: over anything."""
         body = _Body(data.getbuffer())
-        _, told = self.call("POST", self._uploads, uploadType="media", name=key, headers=_BINARY, data=body)
+        only = _condition(replacing)
+        _, told = self.call("POST", self._uploads, uploadType="media", name=key, headers=_BINARY, data=body, **only)
         _check_size(told, body.getbuffer().nbytes)
 
-    def upload(self, key: str) -> Upload:
-        """Begins an object of several parts."""
+    def upload(self, key: str, replacing: str | None) -> Upload:
+        """Begins an object of several parts; `replacing` as for `put`: GCS looks when it begins and when it ends."""
         wanted = {"X-Upload-Content-Type": _BINARY["Content-Type"]}
-        headers, _ = self.call("POST", self._uploads, uploadType="resumable", name=key, headers=wanted)
+        only = _condition(replacing)
+        headers, _ = self.call("POST", self._uploads, uploadType="resumable", name=key, headers=wanted, **only)
         return Upload(self, headers["Location"])
 
-    def page(self, prefix: str, delimiter: str, token: str | None) -> tuple[list[tuple[str, int, float]], list[str], str | None]:
-        """One page of a listing: (key, bytes, time) of objects, what `delimiter` cut short, and how to go on, if there is more."""
+    def page(self, prefix: str, delimiter: str, token: str | None) -> tuple[list[Object], list[str], str | None]:
+        """One page of a listing: objects by their keys in the bucket, what `delimiter` cut short, and how to go on, if there is more."""
         named = {"prefix": prefix or None, "delimiter": delimiter or None, "pageToken": token}
         _, told = self.call("GET", self._path(), **named, maxResults=_PAGE_COUNT, fields=_FIELDS)
         answer = _parsed(told)
         if answer.get("kind") != "storage#objects":
             raise Refused("502", "the answer is no listing")
-        objects = [(found["name"], int(found.get("size", 0)), _written(found)) for found in answer.get("items", [])]
+        objects = [
+            Object(found["name"], int(found.get("size", 0)), _written(found), version=str(found.get("generation", "")))
+            for found in answer.get("items", [])
+        ]
         return objects, answer.get("prefixes", []), answer.get("nextPageToken") or None
 
-    def delete(self, key: str) -> None:
-        """Deletes an object; a missing one is fine."""
+    def delete(self, key: str, version: str | None = None) -> None:
+        """Deletes an object, of the generation `version` or else any; a missing one is fine."""
         try:
-            self.call("DELETE", self._path(key))
+            self.call("DELETE", self._path(key), **_condition(version))
         except FileNotFoundError:
             self._check()
 
@@ -216,6 +224,11 @@ class _Body(io.BytesIO):
 
     def close(self) -> None:
         self.seek(0)
+
+
+def _condition(replacing: str | None) -> dict[str, str]:
+    """The parameter of a call that takes place only over `replacing`."""
+    return {} if replacing is None else {"ifGenerationMatch": "0" if replacing == ABSENT else replacing}
 
 
 def _parsed(told: bytes) -> dict[str, Any]:

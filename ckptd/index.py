@@ -1,7 +1,7 @@
 """What a reader needs to know before it asks for bytes: the metadata pickle and the tables of one checkpoint.
 
-Of what memory holds whole they lie where they were written; of what only the store has they are
-read once into a segment of their own. Promises: an index is of the attempt that was asked for,
+Of what memory holds whole they lie where they were written; of what only the store has, or other nodes'
+memory, they are read once into a segment of their own. Promises: an index is of the attempt that was asked for,
 or of the state of a stock checkpoint's directory, and of no other: LeaseLost says that it is
 gone. Lives on the loop; never writes to the store.
 """
@@ -11,22 +11,28 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptd import blockcheck, errors, stock
 from ckptd.attempt import Attempt
-from ckptd.fetcher import Fetcher
+from ckptd.blocks import BlockShard, HeldShard
+from ckptd.codec import parse
+from ckptd.fetcher import Fetcher, Held
 from ckptd.ledger import Ledger
-from ckptd.model import CheckpointId
+from ckptd.model import BLOCK_NBYTES, CheckpointId, data_key
 from ckptd.node import Node
+from ckptd.peers import Peers
+from ckptd.pull import pull_bytes
 from ckptd.questions import Questions
 from ckptd.scan import Entry
 from ckptd.segment import Segment
+from ckptd.sighting import HERE, Sighting
 from ckptd.stock import Seen, Stock
-from ckptd.table import write_range
-from ckptd.v1.manifest_pb2 import Manifest
+from ckptd.table import parse_table, read_range, write_range
+from ckptd.v1.manifest_pb2 import Manifest, Receipt, Record, Table
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -34,6 +40,8 @@ T = TypeVar("T")
 INDEX_SECONDS = 30.0
 #: Contents kept: they never change, the names of id and attempt are theirs for good.
 REMEMBERED = 4
+#: Tables that are fetched from other nodes at the same time.
+TABLES_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +60,34 @@ class Index:
     metadata: Piece
     tables: list[Piece]
     readers: int = 0
+    parsed: list[Table] | None = None
+    """The tables, of what only memory has."""
+
+    def held(self, seen: Sighting) -> Held:
+        """The shards to read from."""
+        assert seen.record is not None
+        assert self.parsed is not None
+        summary = seen.record.summary
+        shards: list[HeldShard | BlockShard] = []
+        for table, receipt in zip(self.parsed, seen.record.shards, strict=True):
+            if seen.holders.get(receipt.token) or receipt.rank not in seen.stored:
+                shards.append(HeldShard(table))
+                continue
+            stored = seen.stored[receipt.rank]
+            shards.append(BlockShard(stored, data_key(CheckpointId.parse(summary.id), stored.file), parse(summary.codec), BLOCK_NBYTES))
+        return Held(seen.record, shards)
 
 
 class Indexes:
     """The indexes of what this node reads."""
 
-    def __init__(self, node: Node, ledger: Ledger, fetcher: Fetcher, questions: Questions) -> None:
+    def __init__(self, node: Node, ledger: Ledger, fetcher: Fetcher, questions: Questions, peers: Peers, served: Counter[str]) -> None:
         self.node = node
         self.ledger = ledger
         self.fetcher = fetcher
         self.questions = questions
+        self.peers = peers
+        self.served = served
         self._looks = stock.Looks(fetcher.store)
         self._contents: dict[tuple[CheckpointId, str], asyncio.Task[Manifest | Stock]] = {}
         self._indexes: dict[tuple[CheckpointId, str], asyncio.Task[Index]] = {}
@@ -90,8 +116,12 @@ class Indexes:
                     del self._contents[old]
         return await asyncio.shield(self._contents[key])
 
-    async def open(self, checkpoint: CheckpointId, name: str, attempt: Attempt | None) -> Index:
-        """The index of the attempt (`attempt`, if memory holds any of it), which stays until its reader has left."""
+    async def open(self, checkpoint: CheckpointId, name: str, attempt: Attempt | None, seen: Sighting | None = None) -> Index:
+        """The index of the attempt, which stays until its reader has left.
+
+        `attempt`: if memory holds any of it. `seen`: who holds what of it, if it is not to be read from the store: its
+        index can give `held` then. Raises Unavailable if nobody gives a part of that.
+        """
         if attempt is not None and attempt.whole:
             # Where it lies already: what was accepted can be given back however full the memory is.
             held = {token: self.node.arena.get(token) for token in attempt.tokens}
@@ -107,11 +137,18 @@ class Indexes:
             if made is None or failed(made):
                 receipts = [] if attempt is None else attempt.record.shards
                 here = [number for number, receipt in enumerate(receipts) if attempt is not None and receipt.token in attempt.held]
-                made = self._indexes[key] = asyncio.create_task(self._make(checkpoint, name, here))
+                making = self._make(checkpoint, name, here) if seen is None else self._make_held(checkpoint, seen)
+                made = self._indexes[key] = asyncio.create_task(making)
             index = await asyncio.shield(made)
             if self._indexes.get(key) is made:
                 break  # else its memory was taken before this reader had hold of it
         index.readers += 1
+        if seen is not None and seen.record is not None and index.parsed is None:
+            try:
+                index.parsed = await self._run(_parsed, index, seen.record)
+            except BaseException:
+                index.readers -= 1
+                raise
         return index
 
     def victims(self) -> list[str]:
@@ -145,7 +182,42 @@ class Indexes:
             if wrong:
                 await self.same(checkpoint, name)  # what was deleted or replaced meanwhile is no damage
                 raise errors.Corrupt(f"{'; '.join(wrong[:3])}; load another checkpoint")
-        parts = [pickle, *(shard.table.SerializeToString() for shard in found.shards)]
+        return await self._placed([pickle, *(shard.table.SerializeToString() for shard in found.shards)])
+
+    async def _make_held(self, checkpoint: CheckpointId, seen: Sighting) -> Index:
+        """Fetches the index from those that hold the shards."""
+        assert seen.record is not None
+        metadata, at_once = seen.record.metadata, asyncio.Semaphore(TABLES_AT_ONCE)
+
+        async def table(receipt: Receipt) -> bytes:
+            if not seen.holders.get(receipt.token) and receipt.rank in seen.stored:
+                return seen.stored[receipt.rank].table.SerializeToString()
+            async with at_once:
+                return await self._pulled(checkpoint, seen, receipt, receipt.nbytes, receipt.nbytes + receipt.table_nbytes)
+
+        return await self._placed(
+            await asyncio.gather(self._pulled(checkpoint, seen, metadata, 0, metadata.nbytes), *map(table, seen.record.shards))
+        )
+
+    async def _pulled(self, checkpoint: CheckpointId, seen: Sighting, receipt: Receipt, start: int, end: int) -> bytes:
+        """A part of what was sealed under a receipt, from whoever holds it."""
+        why = []
+        for address in sorted(seen.holders.get(receipt.token, [])):  # "" first: this node
+            try:
+                if address == HERE:
+                    return await self._run(read_range, self.node.arena.get(receipt.token).path, start, end - start)
+                found = await pull_bytes(self.peers, address, receipt.token, start, end)
+            except (KeyError, FileNotFoundError):
+                why.append("this node does not hold it any more")
+            except errors.CkptdError as exc:
+                why.append(str(exc))
+            else:
+                self.served["peer"] += len(found)
+                return found
+        raise errors.Unavailable(f"{checkpoint}: what rank {receipt.rank} saved cannot be had ({'; '.join(why) or 'nobody holds it'})")
+
+    async def _placed(self, parts: Sequence[bytes]) -> Index:
+        """An index in a segment of its own."""
         whole = b"".join(parts)
         deadline = asyncio.get_running_loop().time() + INDEX_SECONDS
         allocated = await self.node.arena.allocate(len(whole), "", metadata=True, deadline=deadline)
@@ -185,6 +257,11 @@ class Indexes:
 
     async def _run(self, call: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.fetcher.threads, call, *arguments)
+
+
+def _parsed(index: Index, record: Record) -> list[Table]:
+    tables = [read_range(piece.segment.path, piece.at, piece.nbytes) for piece in index.tables]
+    return [parse_table(table, receipt.nbytes) for table, receipt in zip(tables, record.shards, strict=True)]
 
 
 def failed(task: asyncio.Task[T]) -> bool:

@@ -2,7 +2,8 @@
 
 Promises: what is listed was committed; `.metadata` is put last, after the files it leads to
 have been seen in the store; a store that cannot be read raises and is never taken for an
-empty one; an older attempt is not put over a newer one that is there; an attempt that was
+empty one; an older attempt is not put over a newer one that is there, nor over one that came
+after the last look, where the store knows conditional puts; an attempt that was
 deleted is not committed again, and none counts as committed while a deletion of its id could
 still take its `.metadata` away. Committing the same attempt again is harmless. Reads no item
 table to list, runs no pickle, deletes nothing but a pin.
@@ -18,7 +19,7 @@ from ckptd import codec, manifest, metadata, tombstone
 from ckptd.errors import Corrupt, InvalidRequest, NotFound, Unavailable, WrongPhase
 from ckptd.model import OWN_DIRECTORY, CheckpointId, data_key, manifest_key, metadata_key, mint_token, pin_key
 from ckptd.scan import Entry, Scan, entry_of, marks_of, parallel, save_id, scan, step_of, tombstones
-from ckptd.store import Object, Store
+from ckptd.store import ABSENT, Changed, Object, Store
 from ckptd.tombstone import COMMIT_SECONDS, DELETION_SECONDS
 from ckptd.v1.manifest_pb2 import Manifest, Summary
 
@@ -149,7 +150,8 @@ class Ledger:
         """
         attempt = contents.summary.attempt
         contents.summary.stored_bytes = sum(shard.nbytes for shard in contents.shards)
-        if self._settled(id, attempt, only_new=only_new):
+        settled, _ = self._standing(id, attempt, only_new=only_new)
+        if settled:
             return
         self._check_files(id, contents)
         name = f"{attempt}-{mint_token()}.manifest"
@@ -168,23 +170,28 @@ class Ledger:
         encoded = manifest.encode(contents)
         began = time.monotonic()
         self._store.put(manifest_key(id, name), lambda: [encoded], nbytes_hint=len(encoded))
-        if self._settled(id, attempt, only_new=only_new):  # as late as can be: another node may have committed meanwhile
+        settled, there = self._standing(id, attempt, only_new=only_new)  # another node may have committed meanwhile
+        if settled:
             return
         # With the manifest in place: a sweep that is about to delete a file has put a list that is seen here, or sees the manifest.
         self._check_uncondemned(id, contents, name)
         self._check_files(id, contents)
         if time.monotonic() - began > COMMIT_SECONDS / 2:
             raise Unavailable(f"{id}: the store {self._store.url} takes too long for a commit: commit it again")
-        self._store.put(metadata_key(id), lambda: [spliced], nbytes_hint=len(spliced))
-        if not self._settled(id, attempt):
+        with contextlib.suppress(Changed):  # by whom is seen now; by this put, if only its answer was lost
+            self._store.put(metadata_key(id), lambda: [spliced], nbytes_hint=len(spliced), replacing=there or None)
+        settled, _ = self._standing(id, attempt)
+        if not settled:
             raise Unavailable(
-                f"{id}: another writer undid the commit of attempt {attempt}, or a deletion of {id} may still undo it: commit it again"
+                f"{id}: another writer forestalled or undid the commit of attempt {attempt}, or a deletion of {id} may still undo it: "
+                "commit it again"
             )
         self._check_files(id, contents)  # a sweep that did not know of the commit may have met it half-way
 
-    def _settled(self, id: CheckpointId, attempt: str, *, only_new: bool = False) -> bool:
-        """Whether `attempt` is the durable one, for good.
+    def _standing(self, id: CheckpointId, attempt: str, *, only_new: bool = False) -> tuple[bool, str]:
+        """Whether `attempt` is the durable one, for good; and the version of what is there, which a commit replaces.
 
+        The version is as old as what was read under it, or older: a put over it cannot hit what nobody looked at.
         Raises WrongPhase if a newer one is, or if `attempt` was deleted; InvalidRequest if none may be replaced.
         """
         marks = marks_of(self._store, id)
@@ -194,16 +201,17 @@ class Ledger:
         if now is None:
             if any(of == attempt for _, of in self._deletions(tombstones(id, marks))):
                 raise WrongPhase(f"{id}: attempt {attempt} was durable and has been deleted")
-            return False
+            return False, ABSENT
+        version = now.metadata.version
         if now.attempt is None or now.attempt < attempt:
-            return False
+            return False, version
         if now.attempt > attempt:
             raise WrongPhase(f"{id}: attempt {attempt} is superseded by attempt {now.attempt}, which is durable")
         # One that was put after this `.metadata` has seen it. By this machine's clock where the store tells no times.
         put = now.modified or time.time()
         unended = [found for found in tombstones(id, marks) if found.key not in self.ended_deletions]
         threats = [since for since, of in self._deletions(unended) if of != attempt]
-        return not now.damaged and not any(-1.0 <= put - since < DELETION_SECONDS for since in threats)
+        return not now.damaged and not any(-1.0 <= put - since < DELETION_SECONDS for since in threats), version
 
     def _deletions(self, listed: Sequence[Object]) -> Iterator[tuple[float, str]]:
         """When the deletions of these tombstones began, and which attempt each means ("" for a stock one)."""

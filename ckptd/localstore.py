@@ -2,7 +2,8 @@
 
 Promises: a file appears under its name only when all its bytes are on disk, and put returns
 when the directories that lead to it are, too (sibling temporary file, fsync, rename, fsync
-of each directory up to the root); a failed put leaves nothing. Symbolic links to directories
+of each directory up to the root); a failed put leaves nothing; of two conditional puts on any two
+nodes one sees the other's. Symbolic links to directories
 are followed when listing; links that lead nowhere and a file system's own `lost+found` are
 nothing, and whatever else cannot be read is an error. Never expands patterns, never leaves
 the root.
@@ -14,32 +15,16 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from ckptd.errors import Corrupt, NotFound, StoreError, Unavailable
-from ckptd.segment import shown
+from ckptd.diskerrors import counted, leads_nowhere, passing, translated
+from ckptd.errors import Corrupt, NotFound, StoreError
+from ckptd.filelock import rename_over, unlink_only, version_of
 from ckptd.store import Buffer, Children, Object, Source, check_key, check_prefix, is_temporary, reading, temporary_name
 
 log = logging.getLogger(__name__)
-#: What an operator has to change, by errno. Everything else may pass: a full disk, a quota, a stale mount, I/O errors.
-_HINTS: Final = {
-    errno.EACCES: "give the daemon's user access to it",
-    errno.EPERM: "give the daemon's user access to it",
-    errno.EROFS: "the file system is mounted read-only",
-    errno.ENOENT: "a directory on the way to it is missing",
-    errno.ENOTDIR: "something on the way to it is a file, not a directory",
-    errno.EEXIST: "something on the way to it is a file, not a directory",
-    errno.EISDIR: "a directory has the name of an object",
-    errno.ELOOP: "there are too many symbolic links on the way to it",
-    errno.ENAMETOOLONG: "its name is too long for this file system",
-    errno.EINVAL: "the file system does not accept this name or operation",
-    errno.EILSEQ: "the file system does not accept this name",
-    errno.EFBIG: "the file system or a ulimit does not allow files of this size",
-}
-#: What passes sooner if an operator helps.
-_PASSING: Final = {errno.ENOSPC: "free some space", errno.EDQUOT: "raise the quota or free some space"}
 #: What `fsck` keeps for itself in the root of a file system, which a store's root may be.
 _LOST_AND_FOUND: Final = "lost+found"
 #: The kernel moves at most 2 GiB less a page per call.
@@ -54,32 +39,40 @@ class LocalStore:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._root = Path(os.path.abspath(os.path.expanduser(path)))
+        self._locks = True
 
     @property
     def url(self) -> str:
         return str(self._root)
 
-    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None) -> int:
+    @property
+    def conditional(self) -> bool:
+        return self._locks
+
+    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None, replacing: str | None = None) -> int:
         target = self._root / check_key(key)
         what = f"cannot write {target}"
-        with _translated(what):
+        with translated(what):
             fd, temporary = self._create_beside(target)
         nbytes = 0
         try:
             with reading(source) as pieces:
                 for piece in pieces:
-                    with _translated(what), _counted(fd, nbytes_hint):
+                    with translated(what), counted(fd, nbytes_hint):
                         nbytes += _write_all(fd, piece)
-            with _translated(what), _passing(what), _counted(fd, nbytes_hint):
+            with translated(what), passing(what), counted(fd, nbytes_hint):
                 os.fsync(fd)
-                os.rename(temporary, target)
+                if replacing is None:
+                    os.rename(temporary, target)
+                else:
+                    self._locks = rename_over(temporary, target, replacing)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
         finally:
             os.close(fd)
-        with _translated(what), _passing(what):
+        with translated(what), passing(what):
             directory = target.parent
             # All the way up, not only what this call made: another thread may have made a parent and not synced it yet.
             while directory != self._root:
@@ -92,7 +85,7 @@ class LocalStore:
         path = self._root / check_key(key)
         if end is not None and start >= end:
             return b""
-        with _translated(f"cannot read {path}"):
+        with translated(f"cannot read {path}"):
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 try:
@@ -108,7 +101,7 @@ class LocalStore:
 
     def list(self, prefix: str = "", *, temporary: bool = False) -> Iterator[Object]:
         directory, _, start = check_prefix(prefix).rpartition("/")
-        with _translated(f"cannot list {self._root}"):
+        with translated(f"cannot list {self._root}"):
             self._check_root()
         for found in self._walk(self._root / directory, f"{directory}/" if directory else "", (), start):
             if temporary or not is_temporary(found.key):
@@ -116,7 +109,7 @@ class LocalStore:
 
     def children(self, directory: str = "") -> Children:
         top = self._root / check_key(directory) if directory else self._root
-        with _translated(f"cannot list {self._root}"):
+        with translated(f"cannot list {self._root}"):
             self._check_root()
         above, linked = self._way(directory), self._is_linked(top)
         objects, directories = [], []
@@ -124,17 +117,28 @@ class LocalStore:
             if is_temporary(entry.name):
                 continue
             if file is not None:
-                objects.append(Object(f"{directory}/{entry.name}" if directory else entry.name, file.st_size, file.st_mtime, linked))
+                objects.append(_object(f"{directory}/{entry.name}" if directory else entry.name, file, linked=linked))
             elif not (entry.is_symlink() and _identity(Path(entry.path)) in above) and not self._is_lost_and_found(Path(entry.path)):
                 directories.append(entry.name)
         return objects, directories
 
     def delete(self, keys: Iterable[str]) -> None:
         paths = [self._root / check_key(key) for key in keys]
-        with _translated(f"cannot delete in {self._root}"):
+        with translated(f"cannot delete in {self._root}"):
             for path in paths:
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                     os.unlink(path)
+        self._went(paths)
+
+    def remove(self, key: str, version: str) -> None:
+        path = self._root / check_key(key)
+        with translated(f"cannot delete {path}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            unlink_only(path, version)
+        self._went([path])
+
+    def _went(self, paths: Collection[Path]) -> None:
+        """What follows when files have been removed: it is on disk, and directories that are empty now go, too."""
+        with translated(f"cannot delete in {self._root}"):
             # On disk before the caller goes on to delete what hung on these.
             for directory in sorted({path.parent for path in paths}):
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -152,7 +156,7 @@ class LocalStore:
         return 0
 
     def probe(self) -> None:
-        with _translated(f"cannot use {self._root} as a store"):
+        with translated(f"cannot use {self._root} as a store"):
             self._make_root()
             with os.scandir(self._root) as entries:
                 next(entries, None)
@@ -205,27 +209,27 @@ class LocalStore:
             if file is None:
                 yield from self._walk(directory / entry.name, f"{prefix}{entry.name}/", (*above, here))
             else:
-                yield Object(f"{prefix}{entry.name}", file.st_size, file.st_mtime, linked)
+                yield _object(f"{prefix}{entry.name}", file, linked=linked)
 
     def _entries(self, directory: Path, start: str = "", *, below: bool = False) -> Iterator[_Found]:
         """What is in `directory` and begins with `start`, in order: directories with None.
 
         What disappears meanwhile, or leads nowhere, is left out; what cannot be read raises. `below`: the root is being walked.
         """
-        with _translated(f"cannot list {directory}"):
+        with translated(f"cannot list {directory}"):
             try:
                 with os.scandir(directory) as entries:
                     found = sorted((entry for entry in entries if entry.name.startswith(start)), key=lambda entry: entry.name)
             except OSError as exc:
-                if _leads_nowhere(exc) or (below and isinstance(exc, PermissionError) and directory == self._root / _LOST_AND_FOUND):
+                if leads_nowhere(exc) or (below and isinstance(exc, PermissionError) and directory == self._root / _LOST_AND_FOUND):
                     return
                 raise
         for entry in found:
-            with _translated(f"cannot list {directory}: cannot look at {entry.name}"):
+            with translated(f"cannot list {directory}: cannot look at {entry.name}"):
                 try:
                     file = None if entry.is_dir() else entry.stat()
                 except OSError as exc:
-                    if _leads_nowhere(exc):
+                    if leads_nowhere(exc):
                         continue
                     raise
             yield entry, file
@@ -245,59 +249,20 @@ class LocalStore:
         return path == self._root / _LOST_AND_FOUND and not os.access(path, os.R_OK | os.X_OK, effective_ids=True)
 
 
+def _object(key: str, status: os.stat_result, *, linked: bool) -> Object:
+    return Object(key, status.st_size, status.st_mtime, linked, version_of(status))
+
+
 def _identity(directory: Path) -> tuple[int, int] | None:
     """Which directory this is, whatever name led there; None if nothing does."""
-    with _translated(f"cannot list {directory}"):
+    with translated(f"cannot list {directory}"):
         try:
             status = directory.stat()
         except OSError as exc:
-            if _leads_nowhere(exc):
+            if leads_nowhere(exc):
                 return None
             raise
     return status.st_dev, status.st_ino
-
-
-@contextlib.contextmanager
-def _passing(what: str) -> Iterator[None]:
-    """Inside it, what was there a moment ago and is not any more was removed by somebody who tidies up: it may be written again."""
-    try:
-        yield
-    except FileNotFoundError as exc:
-        raise Unavailable(f"{what}: somebody removed it, or the directory it is in, while it was written") from exc
-
-
-@contextlib.contextmanager
-def _counted(fd: int, needed: int | None) -> Iterator[None]:
-    """Inside it, a full disk is told with how much was to be written, and how much is free without that file."""
-    try:
-        yield
-    except OSError as exc:
-        if exc.errno == errno.ENOSPC:
-            with contextlib.suppress(OSError):
-                disk = os.fstatvfs(fd)
-                free = shown(disk.f_bavail * disk.f_frsize + os.fstat(fd).st_blocks * 512)
-                wanted = "" if needed is None else f" for a file of up to {shown(needed)}"
-                exc.strerror = f"{exc.strerror}{wanted} ({free} are free)"
-        raise
-
-
-def _leads_nowhere(exc: OSError) -> bool:
-    """Whether a name has gone, or is a symbolic link that ends at nothing or at itself."""
-    return isinstance(exc, FileNotFoundError | NotADirectoryError) or exc.errno == errno.ELOOP
-
-
-@contextlib.contextmanager
-def _translated(what: str) -> Iterator[None]:
-    """Turns the operating system's errors into ours."""
-    try:
-        yield
-    except OSError as exc:
-        text = f"{what}: {exc.strerror or exc}"
-        hint = _HINTS.get(exc.errno or 0)
-        if hint is not None:
-            raise StoreError(f"{text}; {hint}") from exc
-        hint = _PASSING.get(exc.errno or 0)
-        raise Unavailable(f"{text}; {hint}" if hint else text) from exc
 
 
 def _write_all(fd: int, piece: Buffer) -> int:

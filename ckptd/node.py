@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ckptd import errors
 from ckptd.arena import Arena
-from ckptd.attempt import Attempt, Drop, Effect, Forget, StopFlush, checkpoint_of, refuse_older
+from ckptd.attempt import Attempt, Drop, Effect, Forget, StopFlush
 from ckptd.backlog import Backlog
 from ckptd.catalog import Catalog
 from ckptd.flusher import Flusher
@@ -29,8 +29,8 @@ from ckptd.scan import Entry
 from ckptd.segment import Segment, is_mapped
 from ckptd.shmdir import node_name
 from ckptd.table import parse_table, read_range
-from ckptd.v1.daemon_pb2 import Checkpoint, CommitRequest
-from ckptd.v1.manifest_pb2 import Receipt
+from ckptd.v1.daemon_pb2 import Checkpoint
+from ckptd.v1.manifest_pb2 import Receipt, Record
 
 log = logging.getLogger(__name__)
 #: A segment that nobody maps so long after it was given out has no writer any more.
@@ -48,6 +48,7 @@ class Node:
         shm_dir: Path,
         memory: int | None,
         codec: str,
+        address: str = "",
         open_timeout_seconds: float,
         ledger: Ledger,
         flusher: Flusher,
@@ -57,8 +58,10 @@ class Node:
     ) -> None:
         self.arena = Arena(shm_dir, memory, victims=self._victims, evicted=self._evicted)
         self.name = node_name(shm_dir, mint_token())
+        #: How other nodes reach this one; "" if they cannot.
+        self.address = address
         self.catalog = Catalog(self.name, open_timeout_seconds=open_timeout_seconds, codec=codec)
-        self.backlog = Backlog(self.catalog, self.arena, ledger, flusher, flush_threads, self._apply)
+        self.backlog = Backlog(self.catalog, self.arena, ledger, flusher, flush_threads, self.apply)
         self.ledger = ledger
         self.threads = threads
         self.memory_threads = memory_threads
@@ -78,14 +81,16 @@ class Node:
 
     def recover(self) -> None:
         """Takes over what an earlier daemon had accepted; unlinks everything else."""
-        for left in left_behind(self.arena):
+        for left in left_behind(self.arena, self.name):
             record = left.record
             durable = left.durable and record.store in ("", self.ledger.url)
             if left.durable and not durable:
                 log.warning("%s is durable in %s: it is put into this store, too", record.summary.id, record.store)
-            self._apply(self.catalog.accept(record, durable=durable or bool(left.gone)))
+            self.apply(
+                self.catalog.accept(record, durable=durable or bool(left.gone), held=left.there | left.gone, confirmed=left.confirmed)
+            )
             for token in left.gone:
-                self._apply(self.catalog.evicted(token))
+                self.apply(self.catalog.evicted(token))
             if not durable:
                 self.backlog.recovered.add(record.summary.attempt)
                 log.info("re-adopted %s (%d bytes), not durable yet", record.summary.id, record.summary.raw_bytes)
@@ -96,7 +101,7 @@ class Node:
         self.catalog.lease(owner)
 
     def lease_ended(self, owner: str) -> None:
-        self._apply(self.catalog.lease_ended(owner))
+        self.apply(self.catalog.lease_ended(owner))
         if not self.catalog.leases[owner]:
             self.arena.disown(owner)
 
@@ -104,14 +109,14 @@ class Node:
         self, owner: str, checkpoint: CheckpointId, rank: int, nbytes: int, *, metadata: bool, deadline: float | None
     ) -> Segment:
         """A segment for one shard; see Arena.allocate. `deadline` in loop time."""
-        self._refuse_if_draining()
+        self.refuse_if_draining()
         if self.drained and not metadata and not self.catalog.unbound(checkpoint):
             raise errors.Unavailable("the daemon was drained and takes no new saves: `ckptd drain --cancel` lets it take them again")
         if not self.catalog.leases[owner]:
             raise errors.LeaseLost("this process holds no lease (the daemon was restarted?): save again")
         self._learn(checkpoint.run)
         if not metadata:
-            self._apply(self.catalog.restarted(checkpoint, rank, owner))
+            self.apply(self.catalog.restarted(checkpoint, rank, owner))
         self.catalog.waits(checkpoint, 1)
         asyncio.get_running_loop().call_soon(self._make_way)
         try:
@@ -129,7 +134,8 @@ class Node:
         segment = self.arena.get(token)
         if nbytes + table_nbytes > segment.nbytes:
             raise errors.InvalidRequest(f"{nbytes + table_nbytes} bytes are sealed in a segment of {segment.nbytes}")
-        receipt = Receipt(node=self.catalog.node, token=token, rank=shard.rank, nbytes=nbytes, table_nbytes=table_nbytes)
+        receipt = Receipt(node=self.name, address=self.address, token=token, rank=shard.rank)
+        receipt.nbytes, receipt.table_nbytes = nbytes, table_nbytes
         receipt.sealed_us = time.time_ns() // 1000
         if not shard.metadata:
             loop = asyncio.get_running_loop()
@@ -154,75 +160,42 @@ class Node:
         self.catalog.released(token)
         self.arena.release(token, reusable=True)
 
-    async def commit(self, request: CommitRequest) -> Attempt:
-        """Binds the shards; when it returns they are accepted, whatever happens to this process."""
-        self._refuse_if_draining()
-        checkpoint = CheckpointId.parse(request.id)
-        if checkpoint.run not in self._waited_for:  # once: a store that hangs must not slow down every save
-            self._waited_for.add(checkpoint.run)
-            await self._learn(checkpoint.run)
-        record = self.catalog.prepare(request, time.time_ns() // 1000)
-        record.store = self.ledger.url
-        name = record.summary.attempt
+    async def learned(self, run: str) -> str:
+        """The newest attempt of the run that is known here, once the store had a moment to say its own; "" if none."""
+        self.refuse_if_draining()
+        if run not in self._waited_for:  # once: a store that hangs must not slow down every save
+            self._waited_for.add(run)
+            await self._learn(run)
+        return self.catalog.newest.get(run, "")
+
+    def accept(self, record: Record, *, confirmed: bool = True) -> Attempt:
+        """Writes the commit record: when this returns the attempt is accepted here, whatever happens to this process.
+
+        Not `confirmed`: others have to accept it, too, before it counts.
+        """
+        name, checkpoint = record.summary.attempt, record.summary.id
         try:
-            self.arena.put_record(name, "accepted", record.SerializeToString())
+            self.arena.put_record(name, "accepted" if confirmed else "adopted", record.SerializeToString())
         except OSError as exc:
             raise errors.ArenaFull(f"{checkpoint}: the commit record cannot be written: {exc}") from exc
-        self._apply(self.catalog.accept(record))
-        self._notify()
+        self.apply(self.catalog.accept(record, confirmed=confirmed))
         log.info("accepted %s: %d shards, %d bytes, attempt %s", checkpoint, len(record.shards), record.summary.raw_bytes, name)
         return self.catalog.attempts[name]
 
-    async def wait(self, checkpoint: CheckpointId, token: str, sealed_us: int) -> Checkpoint:
-        """Returns when the attempt that holds the shard (else the newest of the id) is durable.
-
-        With a token that nobody holds any more, an attempt from before `sealed_us` is not what was meant.
-        """
-        name = ""
-        while True:
-            changed = self._changed
-            attempt = self.catalog.attempts.get(name) or self.catalog.holder(token)
-            if attempt is None and token not in self.catalog.shards:
-                newest = self.catalog.newest_of(checkpoint, restorable=False)
-                if newest is not None and not (newest.ended and not newest.held):
-                    refuse_older(checkpoint, int(newest.name[:16], 16), sealed_us)
-                    attempt = newest
-                else:  # only the store can tell: what memory remembers of the id is over
-                    return await self._in_store(checkpoint, sealed_us, newest)
-            if attempt is not None:
-                name = attempt.name
-                if attempt.state == Checkpoint.DURABLE or attempt.was_durable:
-                    return checkpoint_of(attempt)
-                if attempt.state == Checkpoint.FAILED:
-                    raise errors.WrongPhase(f"checkpoint {checkpoint} could not be made durable: {attempt.reason}")
-                if attempt.ended:
-                    raise errors.WrongPhase(f"checkpoint {checkpoint} will not become durable: {attempt.reason}")
-                if not attempt.record.durable:
-                    raise errors.WrongPhase(f"checkpoint {checkpoint} was saved with durable=False: it stays in memory")
-            await changed.wait()
-
-    async def _in_store(self, checkpoint: CheckpointId, sealed_us: int, ended: Attempt | None) -> Checkpoint:
-        """The durable checkpoint of that id, if it is no older than the save that is meant."""
-        loop = asyncio.get_running_loop()
-        try:
-            entry = await loop.run_in_executor(self.threads, self.ledger.find, checkpoint)
-        except errors.NotFound:
-            if ended is None:
-                raise
-            raise errors.WrongPhase(f"checkpoint {checkpoint} will not become durable: {ended.reason}") from None
-        refuse_older(checkpoint, entry.accepted_us, sealed_us)
-        summary = await loop.run_in_executor(self.threads, self.ledger.summary, entry)
-        return Checkpoint(summary=summary, state=Checkpoint.DURABLE, stock=entry.attempt is None)
+    def confirm(self, attempt: Attempt) -> None:
+        """All participants have accepted the attempt."""
+        self.arena.move_record(attempt.name, "adopted", "accepted", attempt.record.SerializeToString())
+        self.apply(self.catalog.confirm(attempt.name))
 
     def vanished(self, token: str) -> None:
         """A segment's file was removed by somebody else."""
         log.error("segment %s was removed from the shm-dir while it was in use", token)
-        self._apply(self.catalog.vanished(token))
+        self.apply(self.catalog.vanished(token))
         self.arena.drop(token)
 
     def unpin(self, name: str) -> None:
         """A reader of the attempt has ended."""
-        self._apply(self.catalog.unpin(name))
+        self.apply(self.catalog.unpin(name))
 
     # -- background -------------------------------------------------------------------------
 
@@ -231,8 +204,8 @@ class Node:
         now = time.monotonic()
         for token in self.catalog.opened_before(now - MAPPED_SECONDS):
             if token not in self.arena or not is_mapped(self.arena.get(token).path):
-                self._apply(self.catalog.abandoned(token))
-        self._apply(self.catalog.expire(now))
+                self.apply(self.catalog.abandoned(token))
+        self.apply(self.catalog.expire(now))
 
     async def flush_forever(self) -> None:
         """Makes accepted attempts durable, oldest first."""
@@ -252,7 +225,7 @@ class Node:
 
     def forget(self, checkpoint: CheckpointId, *, durable_only: bool = False) -> None:
         """The checkpoint was deleted: what memory holds of it goes, too."""
-        self._apply(self.catalog.deleted(checkpoint, durable_only=durable_only))
+        self.apply(self.catalog.deleted(checkpoint, durable_only=durable_only))
 
     def wake(self) -> None:
         """What was held back may go on."""
@@ -276,11 +249,11 @@ class Node:
         kept = {
             token
             for attempt in self.catalog.attempts.values()
-            if attempt.state in (Checkpoint.ACCEPTED, Checkpoint.FAILED) and attempt.whole
-            for token in attempt.tokens
+            if (attempt.pending or attempt.state in (Checkpoint.FAILED, Checkpoint.LOST)) and attempt.intact
+            for token in attempt.held
         }
         for attempt in self.catalog.attempts.values():
-            if not kept.issuperset(attempt.tokens):
+            if not attempt.held or not kept.issuperset(attempt.held):
                 self.arena.drop_record(attempt.name)
         for token in [token for token in self.catalog.shards if token not in kept]:
             self.arena.drop(token)
@@ -288,7 +261,8 @@ class Node:
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _refuse_if_draining(self) -> None:
+    def refuse_if_draining(self) -> None:
+        """Raises Unavailable once the daemon ends."""
         if self.draining:
             raise errors.Unavailable("the daemon is shutting down and takes no new saves: retry when it is back")
 
@@ -314,7 +288,8 @@ class Node:
             log.warning("the newest checkpoint of run %r in the store is not known: %s", run, error)
             self._learning.pop(run, None)  # the next save asks again
 
-    def _apply(self, effects: Iterable[Effect]) -> None:
+    def apply(self, effects: Iterable[Effect]) -> None:
+        """Carries out what the catalogue says must follow, and tells all who wait."""
         for effect in effects:
             match effect:
                 case Drop(token):
@@ -344,4 +319,4 @@ class Node:
         for _, evicted in self.caches:
             evicted(token)
         # Later, because the arena is in the middle of making room.
-        asyncio.get_running_loop().call_soon(self._apply, self.catalog.evicted(token))
+        asyncio.get_running_loop().call_soon(self.apply, self.catalog.evicted(token))

@@ -1,14 +1,14 @@
-"""Questions to the store that many ask at the same moment: ranks that start together share the answers.
+"""Questions to the store and to peers that many ask at the same moment: ranks that start together share the answers.
 
 Promises: who asks gets an answer to a question that was put after he asked, so that what another
 process wrote before is seen; of one kind, at most one question is on its way and one is waiting.
-Lives on the loop; the calls run in threads.
+Lives on the loop; calls that block run in threads.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from typing import TypeVar, cast
 
@@ -26,25 +26,30 @@ class Questions:
 
     async def ask(self, what: str, argument: T, call: Callable[[T], R]) -> R:
         """Ranks that ask the store the same together share one answer, always one whose question came after theirs."""
+        return await self.share(what, argument, lambda: asyncio.get_running_loop().run_in_executor(self.threads, call, argument))
+
+    async def share(self, what: str, argument: object, put: Callable[[], Awaitable[R]]) -> R:
+        """The same for a question that is put on the loop."""
         key = (what, argument)
         task = self._next.get(key)
         if task is None:
             before = self._asking.get(key)
-            task = asyncio.create_task(self._ask_after(key, before, call, argument))
+            task = asyncio.create_task(self._put_after(key, before, put))
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # all who asked may be gone
             if before is None:
                 self._asking[key] = task
             else:
                 self._next[key] = task
         return cast("R", await asyncio.shield(task))
 
-    async def _ask_after(self, key: tuple[str, object], before: asyncio.Task[object] | None, call: Callable[[T], R], argument: T) -> R:
+    async def _put_after(self, key: tuple[str, object], before: asyncio.Task[object] | None, put: Callable[[], Awaitable[R]]) -> R:
         task = asyncio.current_task()
         if before is not None:
             await asyncio.wait([before])
             self._next.pop(key, None)
             self._asking[key] = cast("asyncio.Task[object]", task)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.threads, call, argument)
+            return await put()
         finally:
             if self._asking.get(key) is task:
                 del self._asking[key]

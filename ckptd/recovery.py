@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckptd.arena import Arena
-from ckptd.attempt import bound, read_record
+from ckptd.attempt import bound, own_tokens, read_record
 from ckptd.v1.manifest_pb2 import Record
 
 log = logging.getLogger(__name__)
@@ -23,13 +23,17 @@ class Left:
 
     record: Record
     durable: bool
-    gone: list[str]
-    """Tokens of segments that are not there any more; none if it is not durable."""
+    confirmed: bool
+    """All participants had accepted it, as far as the earlier daemon knew."""
+    there: frozenset[str]
+    """Tokens of what is here of it."""
+    gone: frozenset[str]
+    """Tokens of what this node had to hold and that is not there any more; none if it is not durable."""
 
 
-def left_behind(arena: Arena) -> Iterator[Left]:
+def left_behind(arena: Arena, node: str) -> Iterator[Left]:
     """Adopts the segments of all attempts that can be taken over, and gives those, oldest first."""
-    records: list[tuple[Record, bool]] = []
+    records: list[tuple[Record, str]] = []
     keep: dict[str, int] = {}
     for attempt, state, data in arena.records():
         record = read_record(attempt, data)
@@ -37,14 +41,15 @@ def left_behind(arena: Arena) -> Iterator[Left]:
             log.error("the commit record of attempt %s is damaged; it is dropped", attempt)
             arena.drop_record(attempt)
             continue
-        records.append((record, state == "durable"))
+        records.append((record, state))
         for receipt in bound(record):
             keep[receipt.token] = receipt.nbytes + receipt.table_nbytes
     there = arena.adopt(keep)
-    for record, durable in sorted(records, key=lambda found: found[0].summary.attempt):
-        gone = [receipt.token for receipt in bound(record) if receipt.token not in there]
-        if not gone or durable:
-            yield Left(record, durable, gone)
+    for record, state in sorted(records, key=lambda found: found[0].summary.attempt):
+        here = frozenset(receipt.token for receipt in bound(record) if receipt.token in there)
+        gone = own_tokens(record, node) - here
+        if not gone or state == "durable":
+            yield Left(record, state == "durable", state != "adopted", here, gone)
             continue
         log.error("checkpoint %s was accepted, but part of its memory is gone; it is dropped", record.summary.id)
         arena.drop_record(record.summary.attempt)

@@ -1,34 +1,39 @@
 """One node's loads: which attempt is meant, and where its bytes come from.
 
-The store's last name is the truth about what is durable; memory adds what is accepted and
-serves what it holds. Promises: a store that cannot be listed is an error, never "no
-checkpoint"; what a reader was given stays as it is until it says `copied`; every reader of an
-attempt sees that attempt and no other. Lives on the loop; never writes to the store.
+The store's last name is the truth about what is durable; memory, this node's and that of others,
+adds what is accepted and serves what it holds. Promises: a store that cannot be listed is an error,
+never "no checkpoint"; what no node and no store has whole is never meant by `latest`; every reader
+of an attempt sees that attempt and no other. Lives on the loop; never writes to the store.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptd import contents, errors
 from ckptd.attempt import Attempt, checkpoint_of
-from ckptd.fetcher import Blocks, Fetcher
+from ckptd.fetcher import Fetcher, Held
 from ckptd.index import Index, Indexes
 from ckptd.ledger import Ledger
 from ckptd.model import CheckpointId
+from ckptd.nearby import Nearby
 from ckptd.node import Node
+from ckptd.peers import Peers
 from ckptd.questions import Questions
+from ckptd.reading import Source, Ways
 from ckptd.scan import Entry
-from ckptd.segment import Segment
-from ckptd.stock import Stock
+from ckptd.sighting import Sighting
 from ckptd.v1.daemon_pb2 import Checkpoint
-from ckptd.v1.manifest_pb2 import Manifest, Summary
+from ckptd.v1.manifest_pb2 import Manifest, Record, Summary
+from ckptd.whereabouts import Whereabouts
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 #: How long a store that hangs may keep a reader from what memory holds whole.
 PATIENCE_SECONDS = 3.0
@@ -37,89 +42,31 @@ REMEMBERED_SUMMARIES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a want leads to: the shard's segment and, of a stock checkpoint, how many bytes each wanted item really has."""
+class Found:
+    """What a reader of an attempt gets hold of."""
 
-    segment: Segment
-    nbytes: list[int]
-
-
-@dataclass(slots=True)
-class Source:
-    """One reader's hold on one attempt. `close` it."""
-
-    restore: Restore
-    checkpoint: Checkpoint
-    attempt: Attempt | None
+    line: Checkpoint
     index: Index
-    contents: Manifest | Stock | None = None
-    held: list[Blocks] = field(default_factory=list)
-
-    @property
-    def id(self) -> CheckpointId:
-        return CheckpointId.parse(self.checkpoint.summary.id)
-
-    @property
-    def name(self) -> str:
-        """The attempt, or the state of a stock checkpoint's directory."""
-        return self.checkpoint.summary.attempt
-
-    async def want(self, shard: int, items: Sequence[int], starts: Sequence[int], ends: Sequence[int], deadline: float | None) -> Wanted:
-        """The shard's segment, with the ranges present and kept until `copied`."""
-        restore = self.restore
-        if shard >= len(self.index.tables):
-            raise errors.InvalidRequest(f"{self.checkpoint.summary.id} has {len(self.index.tables)} shards, no shard {shard}")
-        if not len(items) == len(starts) == len(ends) or any(start > end for start, end in zip(starts, ends, strict=True)):
-            raise errors.InvalidRequest("a want has one start and one end per item, and no range ends before it starts")
-        if self.attempt is not None:
-            token = self.attempt.record.shards[shard].token
-            if token in self.attempt.held and not restore.node.arena.get(token).path.exists():
-                restore.node.vanished(token)
-            if token in self.attempt.held:
-                restore.bytes_from["memory"] += sum(ends) - sum(starts)
-                return Wanted(restore.node.arena.get(token), [])
-        if self.contents is None:
-            self.contents = await restore.indexes.contents(self.id, self.name)
-        try:
-            found = restore.fetcher.find(self.contents, shard, items, starts, ends)
-            restore.bytes_from["memory"] += sum(block.nbytes for block in found.blocks if block.key in found.cached.blocks)
-            blocks = await restore.fetcher.present(self.contents, shard, found.blocks, deadline)
-        except errors.Corrupt:
-            # It may be no damage: the checkpoint was deleted or saved again, and the files that are being read with it.
-            await restore.indexes.same(self.id, self.name)
-            raise
-        self.held.append(blocks)
-        nbytes = [blocks.cached.lengths.get(item, 0) for item in items] if self.checkpoint.stock else []
-        return Wanted(blocks.cached.segment, nbytes)
-
-    def copied(self) -> None:
-        """The reader has copied what it was given."""
-        while self.held:
-            self.restore.fetcher.release(self.held.pop())
-
-    def close(self) -> None:
-        """Lets go of everything."""
-        self.copied()
-        self.index.readers -= 1
-        self.restore.readers.subtract([self.id])
-        self.restore.readers += Counter()  # what nobody reads is forgotten
-        if self.attempt is not None:
-            self.restore.node.unpin(self.attempt.name)
-        self.restore.node.arena.poke()
+    contents: Held | None
+    record: Record | None
 
 
 class Restore:
     """What one daemon knows and does about loads."""
 
-    def __init__(self, node: Node, ledger: Ledger, fetcher: Fetcher, threads: Executor) -> None:
+    def __init__(self, node: Node, ledger: Ledger, fetcher: Fetcher, threads: Executor, *, peers: Peers | None = None) -> None:
         self.node = node
         self.ledger = ledger
         self.fetcher = fetcher
         self.threads = threads
         self.questions = Questions(threads)
         self.bytes_from: Counter[str] = Counter(memory=0, peer=0, store=0)
-        self.indexes = Indexes(node, ledger, fetcher, self.questions)
+        self.peers = Peers(node.address) if peers is None else peers
+        self.whereabouts = Whereabouts(node, fetcher.store, self.peers, self.questions)
+        self.indexes = Indexes(node, ledger, fetcher, self.questions, self.peers, self.bytes_from)
         self.readers: Counter[CheckpointId] = Counter()
+        nearby = Nearby(self.peers, self.whereabouts, threads, self.bytes_from)
+        self.ways = Ways(node, fetcher, self.indexes, self.whereabouts, nearby, self.bytes_from, self.readers)
         self._summaries: dict[tuple[str, str], Summary] = {}
         node.caches.append((fetcher.victims, fetcher.evicted))
         node.caches.append((self.indexes.victims, self.indexes.evicted))
@@ -133,28 +80,42 @@ class Restore:
         Of a stock checkpoint, the state of its directory; not without `to_open`, for which it need not be looked at.
         """
         before = self._pending()
+        # Before the store is asked: what becomes durable meanwhile is in its answer.
+        seen = await self.whereabouts.survey(target)
         entry: Entry | None
         try:
             if isinstance(target, CheckpointId):
                 here = self.node.catalog.newest_of(target)
-                patience = PATIENCE_SECONDS if here is not None and here.whole else None
+                in_memory = (here is not None and here.whole) or any(one.restorable for one in seen.values())
+                patience = PATIENCE_SECONDS if in_memory else None
                 entry = await asyncio.wait_for(self.questions.ask("find", target, self.ledger.find), patience)
             else:
                 entry = await self.questions.ask("latest", target, self.ledger.latest)
         except errors.NotFound:
             entry = None
         except (errors.Unavailable, errors.StoreError) as exc:
-            return self._without_store(target, exc)
+            return await self._without_store(target, seen, exc)
         except TimeoutError:
-            return self._without_store(target, errors.Unavailable("the store does not answer"))
-        meant = [a for a in self._pending(before) if (a.id == target if isinstance(target, CheckpointId) else a.id.run == target)]
-        attempt = max(meant, key=lambda attempt: attempt.name, default=None)
-        if attempt is not None and (entry is None or attempt.name > entry.order):
-            return checkpoint_of(attempt)
+            return await self._without_store(target, seen, errors.Unavailable("the store does not answer"))
+        if entry is not None and entry.attempt is not None:  # a later save has to be newer, whatever the clocks of the nodes say
+            self.node.catalog.learn(entry.id.run, entry.attempt)
+        meant = self._meant(target, self._pending(before), seen)
+        newest = max(meant, default="")
+        if newest and (entry is None or newest > entry.order):
+            return meant[newest]
         if entry is None:
             within = "" if isinstance(target, CheckpointId) or not target else f" in run {target!r}"
             what = f"no checkpoint {target}" if isinstance(target, CheckpointId) else f"no checkpoint{within}"
-            raise errors.NotFound(f"{what} in {self.fetcher.store.url} or in memory; `ckptd list` shows what is there")
+            parts = [one for _, one in sorted(seen.items()) if _shared(one) and one.missing and one.state != Checkpoint.ABORTED]
+            silent = self.whereabouts.silent()
+            why = f" ({parts[-1].summary.id}: {parts[-1].line().reason})" if parts else ""
+            if silent and not why:
+                why = f" that could be reached: the ckptd daemon at {silent[0]} does not answer, and may hold one"
+            if silent or any(not one.ended for one in parts):  # nobody may start from nothing because a node is slow to come back
+                raise errors.Unavailable(f"{what} in {self.fetcher.store.url} or in memory{why}; retry in some seconds")
+            raise errors.NotFound(f"{what} in {self.fetcher.store.url} or in memory{why}; `ckptd list` shows what is there")
+        if silent := self.whereabouts.silent():
+            log.warning("%s is the newest that is known: the ckptd daemons at %s do not answer", entry.id, ", ".join(silent))
         return await (self.readable(entry) if to_open else self._line(entry))
 
     async def readable(self, entry: Entry) -> Checkpoint:
@@ -164,17 +125,30 @@ class Restore:
             line.summary.attempt = (await self.indexes.look(entry.id)).identity
         return line
 
+    async def unstored(self, run: str) -> dict[str, Checkpoint]:
+        """Restorable attempts of the run that the store does not have, at least not yet: by attempt."""
+        seen = await self.whereabouts.survey(run, every=True)
+        return self._meant(run, self._pending(), seen)
+
     async def checkpoints(self, run: str | None) -> list[Checkpoint]:
         """One per id, by run, step and name: the newest restorable attempt, or why there is none."""
         before = self._pending()
+        seen = await self.whereabouts.survey(run, every=True)
         found = await self.questions.ask("scan", run, self.ledger.scan)
         entries, incomplete = found.entries, found.incomplete
         lines = {entry.id: line for entry, line in zip(entries, await self._durable(entries), strict=True)}
         orders = {entry.id: entry.order for entry in entries}
-        ended = [a for a in self.node.catalog.attempts.values() if a.ended and a.state != Checkpoint.ABORTED and a.id not in lines]
-        for attempt in sorted([*ended, *self._pending(before)], key=lambda a: (a.restorable, a.name)):
-            if (run is None or attempt.id.run == run) and attempt.name > orders.get(attempt.id, ""):
-                lines[attempt.id] = checkpoint_of(attempt)
+        ended = [a for a in self.node.catalog.attempts.values() if a.ended and not a.joint and a.state != Checkpoint.ABORTED]
+        held = [(a.restorable, a.name, a.id, checkpoint_of(a)) for a in (*ended, *self._pending(before))]
+        for name, one in seen.items():
+            if _shared(one) and one.state not in (Checkpoint.ABORTED, Checkpoint.DURABLE):
+                held.append((one.restorable, name, CheckpointId.parse(one.summary.id), one.line()))
+        lines |= {
+            checkpoint: line
+            for restorable, name, checkpoint, line in sorted(held, key=lambda one: one[:2])
+            # What cannot be read is shown where nothing else is.
+            if run in (None, checkpoint.run) and name > orders.get(checkpoint, "") and (restorable or checkpoint not in orders)
+        }
         for checkpoint, reason in incomplete:
             if checkpoint not in lines and (run is None or checkpoint.run == run):
                 lines[checkpoint] = Checkpoint(summary=Summary(id=str(checkpoint)), state=Checkpoint.INCOMPLETE, reason=reason)
@@ -184,33 +158,32 @@ class Restore:
 
     # -- reading ----------------------------------------------------------------------------
 
-    async def open(self, checkpoint: CheckpointId, name: str) -> Source:
-        """Takes hold of the attempt: from memory if any of it is here, else from the store."""
-        attempt = self.node.catalog.attempts.get(name)
-        if attempt is not None and attempt.id != checkpoint:
-            attempt = None  # a copy of the directory has the same attempt
-        if attempt is not None:
-            for token in sorted(attempt.held):
-                # The first that is gone may have taken the others with it.
-                if token in attempt.held and not self.node.arena.get(token).path.exists():
-                    self.node.vanished(token)
-            if not attempt.held or attempt.state in (Checkpoint.ABORTED, Checkpoint.LOST):
-                attempt = None
+    async def open(self, checkpoint: CheckpointId, name: str, loading: Sequence[str] = ()) -> Source:
+        """Takes hold of the attempt: from this node's memory if any of it is here, else from others' or the store.
+
+        `loading`: addresses of the daemons of all who load it together. Raises LeaseLost if there is no such attempt
+        (any more), Unavailable if a part of it cannot be reached.
+        """
+        for address in loading:  # its reader has just spoken to it
+            self.peers.called(address)
+        attempt = self._here(checkpoint, name)
         if attempt is not None:
             self.node.catalog.pin(name)
         try:
-            if attempt is not None:
-                line = checkpoint_of(attempt)
-            else:
-                line = await self._opened(checkpoint, name)
-            index = await self.indexes.open(checkpoint, name, attempt)
+            found = await self._found(checkpoint, name, attempt)
         except BaseException:
             if attempt is not None:
                 self.node.unpin(name)
             raise
-        source = Source(self, line, attempt, index)
+        source = Source(self.ways, found.line, attempt, found.index, found.contents, found.record, tuple(loading))
         self.readers[source.id] += 1
         return source
+
+    async def introduce(self, addresses: Sequence[str]) -> None:
+        """There are daemons at these addresses, whose readers have found different things: from now on they know of each other."""
+        for address in addresses:
+            self.peers.called(address)
+        await self.peers.introduce(addresses)
 
     def reading(self) -> set[CheckpointId]:
         """What is being read at this moment."""
@@ -223,23 +196,80 @@ class Restore:
     # -- inside -----------------------------------------------------------------------------
 
     def _pending(self, before: Sequence[Attempt] = ()) -> list[Attempt]:
-        """Restorable attempts that the store need not have: what is durable, the store decides, not memory.
+        """Restorable attempts of this node alone that the store need not have: what is durable, the store decides, not memory.
 
         `before`: those of a moment ago. One that has become durable since may be missing from an answer
         that the store gave meanwhile, and counts still.
         """
-        now = [a for a in self.node.catalog.attempts.values() if a.restorable and a.state != Checkpoint.DURABLE]
+        now = [a for a in self.node.catalog.attempts.values() if not a.joint and a.restorable and a.state != Checkpoint.DURABLE]
         return [*now, *(attempt for attempt in before if attempt.restorable and attempt not in now)]
 
-    def _without_store(self, target: CheckpointId | str, error: errors.Unavailable | errors.StoreError) -> Checkpoint:
+    def _here(self, checkpoint: CheckpointId, name: str) -> Attempt | None:
+        """The attempt, if this node's memory holds any of it that can be read."""
+        attempt = self.node.catalog.attempts.get(name)
+        if attempt is None or attempt.id != checkpoint:  # a copy of the directory has the same attempt
+            return None
+        for token in sorted(attempt.held):
+            # The first that is gone may have taken the others with it.
+            if token in attempt.held and not self.node.arena.get(token).path.exists():
+                self.node.vanished(token)
+        ended = attempt.state == Checkpoint.ABORTED or (attempt.state == Checkpoint.LOST and not attempt.joint)
+        return None if ended or not attempt.held else attempt
+
+    async def _found(self, checkpoint: CheckpointId, name: str, attempt: Attempt | None) -> Found:
+        if attempt is not None and attempt.whole:
+            return Found(checkpoint_of(attempt), await self.indexes.open(checkpoint, name, attempt), None, attempt.record)
+        seen, trouble = await self.whereabouts.look(checkpoint, name), ""
+        for _ in range(2):
+            if seen is None or not seen.restorable:
+                break
+            try:
+                return await self._held(checkpoint, name, seen)
+            except (errors.Unavailable, errors.NotFound, errors.LeaseLost) as exc:
+                trouble = str(exc)  # somebody has given it up, or is gone: it may be in the store by now
+                seen = await self.whereabouts.look(checkpoint, name, again=True)
+        record = attempt.record if attempt is not None else seen.record if seen is not None else None
+        try:
+            durable = attempt if attempt is not None and attempt.state == Checkpoint.DURABLE else None
+            line = await self._opened(checkpoint, name) if durable is None else checkpoint_of(durable)
+            return Found(line, await self.indexes.open(checkpoint, name, attempt), None, record)
+        except (errors.Unavailable, errors.StoreError):
+            if seen is None or not seen.whole or seen.state == Checkpoint.ABORTED:
+                raise
+            return await self._held(checkpoint, name, seen)
+        except errors.LeaseLost as exc:
+            if seen is None or seen.ended or seen.state == Checkpoint.DURABLE:
+                raise
+            raise errors.Unavailable(f"{checkpoint} cannot be read: {trouble or seen.line().reason or exc}; load again") from exc
+
+    async def _held(self, checkpoint: CheckpointId, name: str, seen: Sighting) -> Found:
+        """What is no checkpoint in the store."""
+        index = await self.indexes.open(checkpoint, name, None, seen)
+        return Found(seen.line(), index, index.held(seen), seen.record)
+
+    def _meant(self, target: CheckpointId | str, own: Sequence[Attempt], seen: Mapping[str, Sighting]) -> dict[str, Checkpoint]:
+        """What of an id or a run memory alone can give back, by attempt."""
+        meant = {attempt.name: checkpoint_of(attempt) for attempt in own if target in (attempt.id, attempt.id.run)}
+        return meant | {name: one.line() for name, one in seen.items() if _shared(one) and one.restorable}
+
+    async def _without_store(
+        self, target: CheckpointId | str, seen: dict[str, Sighting], error: errors.Unavailable | errors.StoreError
+    ) -> Checkpoint:
         """What can be said while the store cannot be read: an id that memory holds whole, and nothing about the newest."""
         if isinstance(target, CheckpointId):
             attempt = self.node.catalog.newest_of(target)
-            if attempt is None or not attempt.whole:
+            held = {attempt.name: checkpoint_of(attempt)} if attempt is not None and attempt.whole else {}
+            for name, one in sorted(seen.items(), reverse=True):
+                if _shared(one) and one.state != Checkpoint.ABORTED:
+                    found = one if one.record is not None else await self.whereabouts.look(target, name)
+                    if found is not None and found.whole:
+                        held[name] = found.line()
+                        break
+            if not held:
                 raise error
-            return checkpoint_of(attempt)
-        here = self.node.catalog.latest(target)
-        hint = f"; memory holds {here.id}: load it by its id if you know that it is the newest" if here is not None else ""
+            return held[max(held)]
+        newest = max([name for name, one in seen.items() if one.restorable or one.state == Checkpoint.DURABLE], default="")
+        hint = f"; memory holds {seen[newest].summary.id}: load it by its id if you know that it is the newest" if newest else ""
         raise type(error)(f"the newest checkpoint is not known while the store cannot be read: {error}{hint}") from error
 
     async def _opened(self, checkpoint: CheckpointId, name: str) -> Checkpoint:
@@ -276,3 +306,8 @@ class Restore:
 
     async def _run(self, call: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.threads, call, *arguments)
+
+
+def _shared(seen: Sighting) -> bool:
+    """Whether other nodes hold something of it; what this node alone holds the catalogue tells."""
+    return seen.own is None or (seen.own.joint and seen.own.state != Checkpoint.ABORTED)

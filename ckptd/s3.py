@@ -22,6 +22,7 @@ from typing import Any, Final, TypeVar
 import fsspec.asyn
 
 from ckptd.foreign import Refused, code_of
+from ckptd.store import ABSENT, Object
 
 #: S3 refuses more parts per object than this.
 _MOST_PARTS: Final = 10_000
@@ -35,6 +36,8 @@ _BLIND_PART: Final = 64 * 1024 * 1024
 _REQUEST_SECONDS: Final = 600.0
 #: Credentials are not looked for more often than this.
 _RENEWAL_SECONDS: Final = 1.0
+#: What services answer to If-Match and If-None-Match when they do not know them.
+_NO_CONDITIONS: Final = frozenset({"NotImplemented", "501"})
 
 T = TypeVar("T")
 
@@ -61,6 +64,8 @@ class Bucket:
         self._renewed = -math.inf
         #: Uploads under way here.
         self.uploading: set[str] = set()
+        #: Whether the service knows conditions of a put; until it refuses one, it does.
+        self.conditional = True
         self.name, self.key, _ = fs.split_path(path)
 
     def get(self, key: str, start: int, end: int | None) -> bytes:
@@ -81,27 +86,50 @@ class Bucket:
                 return b""
             raise
 
-    def put(self, key: str, data: io.BytesIO) -> None:
-        """Stores an object in one request."""
-        data.seek(0)
-        self.call("put_object", Key=key, Body=data)
+    def put(self, key: str, data: io.BytesIO, replacing: str | None) -> None:
+        """Stores an object in one request, over what has the ETag `replacing` (or ABSENT); None: over anything."""
+        self.publish("put_object", replacing, Key=key, Body=data)
 
-    def upload(self, key: str) -> Upload:
-        """Begins an object of several parts."""
-        return Upload(self, key, self.call("create_multipart_upload", Key=key)["UploadId"])
+    def publish(self, operation: str, replacing: str | None, **arguments: Any) -> None:
+        """Has an object appear; unconditionally after all where the service does not know conditions."""
+        if replacing is None or not self.conditional:
+            self.call(operation, **arguments)
+            return
+        try:
+            self.call(operation, **arguments, **({"IfNoneMatch": "*"} if replacing == ABSENT else {"IfMatch": replacing}))
+        except Exception as exc:
+            if code_of(exc) not in _NO_CONDITIONS:
+                raise
+            self.call(operation, **arguments)
+            self.conditional = False
 
-    def page(self, prefix: str, delimiter: str, token: str | None) -> tuple[list[tuple[str, int, float]], list[str], str | None]:
-        """One page of a listing: (key, bytes, time) of objects, what `delimiter` cut short, and how to go on, if there is more."""
+    def upload(self, key: str, replacing: str | None) -> Upload:
+        """Begins an object of several parts; `replacing` as for `put`."""
+        return Upload(self, key, self.call("create_multipart_upload", Key=key)["UploadId"], replacing)
+
+    def page(self, prefix: str, delimiter: str, token: str | None) -> tuple[list[Object], list[str], str | None]:
+        """One page of a listing: objects by their keys in the bucket, what `delimiter` cut short, and how to go on, if there is more."""
         more = {"ContinuationToken": token} if token else {}
         answer = self.call("list_objects_v2", Prefix=prefix, Delimiter=delimiter, **more)
         if "IsTruncated" not in answer:  # botocore takes an empty answer for an empty listing
             raise Refused("IncompleteBody", "the answer is no listing")
-        objects = [(found["Key"], int(found["Size"]), found["LastModified"].timestamp()) for found in answer.get("Contents", [])]
+        objects = [
+            Object(found["Key"], int(found["Size"]), found["LastModified"].timestamp(), version=found.get("ETag", ""))
+            for found in answer.get("Contents", [])
+        ]
         token = str(answer["NextContinuationToken"]) if answer.get("IsTruncated") else None
         return objects, [found["Prefix"] for found in answer.get("CommonPrefixes", [])], token
 
-    def delete(self, key: str) -> None:
-        """Deletes an object; a missing one is fine."""
+    def delete(self, key: str, version: str | None = None) -> None:
+        """Deletes an object, with the ETag `version`, or else any: then a missing one is fine."""
+        if version is not None:
+            try:
+                self.call("delete_object", Key=key, IfMatch=version)
+            except Exception as exc:
+                if code_of(exc) not in _NO_CONDITIONS:
+                    raise
+            else:
+                return
         self.call("delete_object", Key=key)
 
     def delete_many(self, keys: Sequence[str]) -> None:
@@ -134,7 +162,9 @@ class Bucket:
                 self._fs.connect(refresh=True)
 
     def call(self, operation: str, **arguments: Any) -> Any:
-        """One of S3's operations on this bucket; ends."""
+        """One of S3's operations on this bucket, with all of `Body`; ends."""
+        if "Body" in arguments:
+            arguments["Body"].seek(0)
         return self._bounded(self._fs._call_s3(operation, Bucket=self.name, **arguments))  # noqa: SLF001 - call_s3 waits without end
 
     def _bounded(self, call: Coroutine[Any, Any, T]) -> T:
@@ -154,9 +184,10 @@ class Bucket:
 class Upload:
     """An object on its way in parts. It appears at `finish`, or never."""
 
-    def __init__(self, bucket: Bucket, key: str, token: str) -> None:
+    def __init__(self, bucket: Bucket, key: str, token: str, replacing: str | None = None) -> None:
         self._bucket = bucket
         self._token = token
+        self._replacing = replacing
         self._named = {"Key": key, "UploadId": token}
         bucket.uploading.add(token)
         self._parts: list[dict[str, Any]] = []
@@ -164,7 +195,6 @@ class Upload:
     def send(self, data: io.BytesIO) -> None:
         """The next part, as long as `part_nbytes` said."""
         number = len(self._parts) + 1
-        data.seek(0)
         answer = self._bucket.call("upload_part", **self._named, PartNumber=number, Body=data)
         # Whatever checksum S3 answers is wanted back.
         sums = {name: value for name, value in answer.items() if name.startswith("Checksum") and name != "ChecksumType"}
@@ -173,7 +203,7 @@ class Upload:
     def finish(self, data: io.BytesIO) -> None:
         """The last part, which is not empty; then the object is there."""
         self.send(data)
-        self._bucket.call("complete_multipart_upload", **self._named, MultipartUpload={"Parts": self._parts})
+        self._bucket.publish("complete_multipart_upload", self._replacing, **self._named, MultipartUpload={"Parts": self._parts})
         self._bucket.uploading.discard(self._token)
 
     def abort(self) -> None:

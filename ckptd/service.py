@@ -15,6 +15,7 @@ import grpc
 
 from ckptd import __version__, collector, errors, inspection
 from ckptd.attempt import checkpoint_of
+from ckptd.commits import Commits
 from ckptd.fallback import Fallback
 from ckptd.index import Piece
 from ckptd.model import CheckpointId, parse_run, parse_target
@@ -27,6 +28,7 @@ from ckptd.v1 import daemon_pb2 as pb
 from ckptd.v1.daemon_pb2_grpc import DaemonServicer
 from ckptd.v1.manifest_pb2 import Receipt
 from ckptd.verifier import Verifier
+from ckptd.waits import until_durable
 
 log = logging.getLogger(__name__)
 #: Trailing metadata key that carries the kind of an error.
@@ -49,6 +51,7 @@ class Service(DaemonServicer):
     def __init__(
         self,
         node: Node,
+        commits: Commits,
         restore: Restore,
         fallback: Fallback,
         verifier: Verifier,
@@ -58,6 +61,7 @@ class Service(DaemonServicer):
         status: Callable[[], pb.StatusReply],
     ) -> None:
         self.node = node
+        self.commits = commits
         self.restore = restore
         self.fallback = fallback
         self.verifier = verifier
@@ -74,6 +78,7 @@ class Service(DaemonServicer):
             store=self.store,
             memory=self.node.arena.budget,
             warning=self.node.catalog.warning,
+            address=self.node.address,
         )
 
     async def Lease(self, request: pb.LeaseRequest, context: Context) -> AsyncIterator[pb.LeaseEvent]:
@@ -118,10 +123,10 @@ class Service(DaemonServicer):
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.Checkpoint:
         # A task of its own: a caller that goes away must not leave half a commit.
-        return checkpoint_of(await asyncio.shield(asyncio.create_task(self.node.commit(request))))
+        return checkpoint_of(await asyncio.shield(asyncio.create_task(self.commits.commit(request))))
 
     async def Wait(self, request: pb.WaitRequest, context: Context) -> pb.Checkpoint:
-        return await self.node.wait(CheckpointId.parse(request.id), request.token, request.sealed_us)
+        return await until_durable(self.restore, CheckpointId.parse(request.id), request.token, request.sealed_us)
 
     async def Resolve(self, request: pb.ResolveRequest, context: Context) -> pb.Checkpoint:
         target = parse_target(request.id)
@@ -135,7 +140,11 @@ class Service(DaemonServicer):
                 if source is None:
                     if step != "open":
                         raise errors.InvalidRequest("a load begins with `open`")
-                    source = await self.restore.open(CheckpointId.parse(request.open.id), request.open.attempt)
+                    if not request.open.id and request.open.peers:  # nothing is read: these daemons are to know of each other
+                        await self.restore.introduce(request.open.peers)
+                        yield pb.LoadReply(opened=pb.LoadReply.Opened())
+                        continue
+                    source = await self.restore.open(CheckpointId.parse(request.open.id), request.open.attempt, request.open.peers)
                     opened = pb.LoadReply.Opened(
                         metadata=piece(source.index.metadata), tables=map(piece, source.index.tables), checkpoint=source.checkpoint
                     )

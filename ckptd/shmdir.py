@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_RECORD: Final = re.compile(r"([0-9a-f]{24})\.(accepted|durable|failed)\.record")
+_RECORD: Final = re.compile(r"([0-9a-f]{24})\.(adopted|accepted|durable|failed)\.record")
 _TEMPORARY: Final = ".tmp"
 #: f_type of tmpfs, from linux/magic.h.
 _TMPFS_MAGIC: Final = 0x01021994

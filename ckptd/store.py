@@ -12,9 +12,9 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
-from ckptd.errors import Corrupt, InvalidRequest, NotFound, StoreError, Unavailable
+from ckptd.errors import Corrupt, InvalidRequest, NotFound, StoreError, Unavailable, WrongPhase
 from ckptd.model import mint_token
 
 #: Contiguous bytes, read only or not.
@@ -22,7 +22,17 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 #: Yields an object's bytes afresh at each call, so that a put can be tried again.
 Source: TypeAlias = Callable[[], Iterable[Buffer]]
 
+#: What a conditional put replaces where there must be nothing; no version of an object is spelled so.
+ABSENT: Final = "absent"
+
 _TEMPORARY = re.compile(r"\.ckptd-[0-9a-f]{16}\.tmp")
+
+
+class Changed(WrongPhase):
+    """A conditional put or removal found another object than it was to replace, or none, or one where there was to be none.
+
+    It may also be the object of this very put, when it was sent twice because the first answer was lost: look.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +45,8 @@ class Object:
     """Seconds since the epoch; 0.0 if the store does not say."""
     linked: bool = False
     """Found through a symbolic link to a directory: this may be another name of what lies elsewhere."""
+    version: str = ""
+    """Opaque; another one after each put of other bytes under this key. "" if the store tells none."""
 
 
 #: What is directly below a directory: objects, and the names of directories.
@@ -48,11 +60,17 @@ class Store(Protocol):
     def url(self) -> str:
         """Where it is, for people: credentials are masked."""
 
-    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None) -> int:
+    @property
+    def conditional(self) -> bool:
+        """Whether `replacing` is looked at, as far as is known: a service or file system may turn out not to offer it."""
+
+    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None, replacing: str | None = None) -> int:
         """Stores all bytes of `source()` under `key`, replacing atomically what is there. Returns their number.
 
         Whatever is raised on the way, nothing of it is visible. What `source` raises comes out as it is.
         `nbytes_hint`: about how many bytes are to come (it decides the size of an upload's parts).
+        `replacing`: a version that a listing told, or ABSENT: the put takes place only if that is what is there
+        when it takes place, else Changed is raised. Stores that are not `conditional` put in any case.
         Raises StoreError, or Unavailable: then the put may be tried again, and in the rare case that
         only the answer was lost the object is there already, whole. Not retried here.
         """
@@ -82,6 +100,13 @@ class Store(Protocol):
 
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes objects, many at once; missing ones are fine. Raises StoreError, Unavailable: then some may be left."""
+
+    def remove(self, key: str, version: str) -> None:
+        """Deletes an object if `version` is what is there, else raises Changed; a missing one is fine.
+
+        Stores that are not `conditional`, and services that know conditions of puts only, delete whatever is there.
+        Raises StoreError, Unavailable: then it may have been deleted.
+        """
 
     def abort_uploads(self, older_than_seconds: float) -> int:
         """Gives up uploads below the root that began longer ago and never ended; returns their number.

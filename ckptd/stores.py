@@ -61,6 +61,12 @@ def open_store(url: str, options: Mapping[str, str] | None = None, *, retries: i
     return Retrying(store, retries=retries) if retries else store
 
 
+def is_node_local(url: str) -> bool:
+    """Whether what a Store of this URL holds may be seen by this machine alone: a directory, or a process's memory."""
+    found = _SCHEME.match(url)
+    return found is None or found.group(1).lower() in ("file", "local", "memory")
+
+
 class Retrying:
     """A Store that tries again what may pass: all but put, when they raise Unavailable.
 
@@ -85,8 +91,12 @@ class Retrying:
     def url(self) -> str:
         return self._store.url
 
-    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None) -> int:
-        return self._store.put(key, source, nbytes_hint=nbytes_hint)
+    @property
+    def conditional(self) -> bool:
+        return self._store.conditional
+
+    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None, replacing: str | None = None) -> int:
+        return self._store.put(key, source, nbytes_hint=nbytes_hint, replacing=replacing)
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         return self._again(lambda: self._store.get(key, start, end))
@@ -101,6 +111,9 @@ class Retrying:
     def delete(self, keys: Iterable[str]) -> None:
         wanted = [*keys]
         self._again(lambda: self._store.delete(wanted))
+
+    def remove(self, key: str, version: str) -> None:
+        self._again(lambda: self._store.remove(key, version))
 
     def abort_uploads(self, older_than_seconds: float) -> int:
         return self._again(lambda: self._store.abort_uploads(older_than_seconds))

@@ -23,7 +23,7 @@ from ckptd.errors import CkptdError, Corrupt, InvalidRequest, NotFound, StoreErr
 from ckptd.ledger import Ledger
 from ckptd.model import METADATA_NAME, OWN_DIRECTORY, CheckpointId, metadata_key, pin_key
 from ckptd.scan import Entry, parallel
-from ckptd.store import Store, is_temporary, temporary_name
+from ckptd.store import Changed, Store, is_temporary, temporary_name
 from ckptd.v1.manifest_pb2 import Tombstone
 
 log = logging.getLogger(__name__)
@@ -88,16 +88,17 @@ class Sweeper:
         began = time.monotonic()
         tombstone_key = self._put(entry.id, tombstone.name(now_us), note)
         try:
-            self._check_unchanged(entry, content)
+            version = self._check_unchanged(entry, content)
             if time.monotonic() - began > DELETE_SECONDS:
                 raise Unavailable(f"{entry.id} was not deleted: the store {self.store.url} takes too long to answer; try again")
         except CkptdError:
-            self.ledger.ended_deletions.add(tombstone_key)
-            with contextlib.suppress(CkptdError):  # a sweep finds that it is void
-                self.store.delete([tombstone_key])
-                self.ledger.ended_deletions.discard(tombstone_key)
+            self._take_back(tombstone_key)
             raise
-        self.store.delete([pin_key(entry.id), key] if entry.pinned else [key])
+        try:
+            self._take_away(entry, version)
+        except WrongPhase:
+            self._take_back(tombstone_key)
+            raise
         self.ledger.ended_deletions.add(tombstone_key)
         deleted = Deleted(entry.id, len(files), sum(files.values()))
         log.debug("deleted %s: %d files of %d bytes go after the grace", entry.id, deleted.files, deleted.nbytes)
@@ -150,6 +151,28 @@ class Sweeper:
 
     # -- deleting a checkpoint ------------------------------------------------------------------
 
+    def _take_away(self, entry: Entry, version: str) -> None:
+        """`.metadata` goes, if it is the one that was looked at: another may have been put since. Raises WrongPhase."""
+        key = metadata_key(entry.id)
+        if entry.pinned:
+            self.store.delete([pin_key(entry.id)])
+        if not version:
+            self.store.delete([key])
+            return
+        try:
+            self.store.remove(key, version)
+        except Changed as exc:
+            if entry.pinned:
+                self.store.put(pin_key(entry.id), lambda: [b""], nbytes_hint=0)
+            raise WrongPhase(f"{entry.id} has been saved again meanwhile: it was not deleted") from exc
+
+    def _take_back(self, tombstone_key: str) -> None:
+        """Nothing was deleted."""
+        self.ledger.ended_deletions.add(tombstone_key)
+        with contextlib.suppress(CkptdError):  # a sweep finds that it is void
+            self.store.delete([tombstone_key])
+            self.ledger.ended_deletions.discard(tombstone_key)
+
     def _files_of(self, entry: Entry, content: bytes | None) -> dict[str, int]:
         """Names of the files that go with the checkpoint and are there, with their bytes."""
         there = listing(self.store, entry.id)
@@ -157,6 +180,7 @@ class Sweeper:
         if entry.save_id is not None:
             own = f"{OWN_DIRECTORY}/{entry.save_id}"
             known = None
+            names |= {name for name in there if debris.is_part(name) and debris.attempt_of(name) <= debris.attempt_of(own)}
             for name in filter(debris.is_manifest, there):
                 if debris.attempt_of(name) <= debris.attempt_of(own):  # what older attempts left has no better time to go
                     files = self._manifest_files(entry.id, name)
@@ -181,10 +205,10 @@ class Sweeper:
             return manifest_files(self.store, id, name)
         return None
 
-    def _check_unchanged(self, entry: Entry, content: bytes | None) -> None:
+    def _check_unchanged(self, entry: Entry, content: bytes | None) -> str:
         """Raises WrongPhase unless the `.metadata` of `entry` is still there: the same name, or the same bytes if it names nothing.
 
-        Also if it has been pinned since.
+        Also if it has been pinned since. Returns its version.
         """
         try:
             now = self.ledger.find(entry.id)
@@ -197,6 +221,7 @@ class Sweeper:
             raise WrongPhase(f"{entry.id} has been saved again meanwhile: it was not deleted")
         if now.pinned and not entry.pinned:
             raise WrongPhase(f"{entry.id} has been pinned meanwhile: it was not deleted")
+        return now.metadata.version
 
     # -- sweeping ---------------------------------------------------------------------------------
 

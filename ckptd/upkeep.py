@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from typing import TypeVar
 
 from ckptd import errors
+from ckptd.attempt import PENDING, is_joint
 from ckptd.ledger import Ledger
 from ckptd.model import CheckpointId
 from ckptd.node import Node
@@ -25,6 +26,7 @@ from ckptd.scan import Entry
 from ckptd.survey import survey
 from ckptd.sweeper import Deleted, Sweeper, Swept
 from ckptd.v1.daemon_pb2 import Checkpoint, DrainReply
+from ckptd.v1.manifest_pb2 import Record
 
 log = logging.getLogger(__name__)
 #: What nothing needs is looked for this often, in the runs that this node saves to.
@@ -35,6 +37,11 @@ RETRY_SECONDS = 60.0
 UPLOAD_SECONDS = 3600.0
 
 T = TypeVar("T")
+
+
+async def nobody_else(_: Record, __: str) -> bool:
+    """This node is alone."""
+    return True
 
 
 class Upkeep:
@@ -60,6 +67,8 @@ class Upkeep:
         self.policy = policy
         self.delete_grace_seconds = delete_grace_seconds
         self.orphan_age_seconds = orphan_age_seconds
+        #: Tells the other nodes that hold an attempt that it goes.
+        self.abandon: Callable[[Record, str], Awaitable[bool]] = nobody_else
         self._one_at_a_time = asyncio.Lock()
         #: When each run that this node saves to is looked at next, in the loop's time.
         self._due: dict[str, float] = {}
@@ -107,10 +116,11 @@ class Upkeep:
             entry = await self._find(checkpoint)
             if entry is not None and entry.pinned:
                 raise errors.WrongPhase(f"{checkpoint} is pinned: `ckptd unpin {checkpoint}` first")
-            here = self.node.catalog.newest_of(checkpoint)
+            held = [one for one in self.node.catalog.attempts.values() if one.id == checkpoint and (one.restorable or one.pending)]
+            joint = await self._joint(checkpoint)
             if checkpoint in self.restore.reading():
                 raise errors.WrongPhase(f"{checkpoint} cannot be deleted now: a load reads it; try again when that has ended")
-            if entry is None and here is None:
+            if entry is None and not held and not joint:
                 raise errors.NotFound(f"no checkpoint {checkpoint} in the store or in memory; `ckptd list` shows what is there")
             self.node.backlog.held.add(checkpoint)
             try:
@@ -119,7 +129,16 @@ class Upkeep:
                     await self.node.changed()
                 entry = await self._find(checkpoint)  # what was on its way may have arrived
                 deleted = Deleted(checkpoint, 0, 0) if entry is None else await self._run(self.sweeper.delete, entry)
-                self.node.forget(checkpoint)  # not before: a deletion that failed must not have thrown a newer save away
+                # Not before: a deletion that failed must not have thrown a newer save away.
+                self.node.forget(checkpoint)
+                unheard = [record.summary.attempt for record in joint if not await self.abandon(record, "it was deleted")]
+                entry = await self._find(checkpoint) if joint else None
+                if entry is not None and entry.attempt in {record.summary.attempt for record in joint}:
+                    deleted = await self._run(self.sweeper.delete, entry)  # another node has committed it meanwhile
+                if unheard:  # when they are back they ask, and hear of it
+                    log.warning(
+                        "%s is deleted, and nodes that hold attempts %s of it did not hear of it yet", checkpoint, ", ".join(unheard)
+                    )
             finally:
                 self._let_go(checkpoint)
         log.info("deleted %s: %d files, %d bytes, go after %.0f s", checkpoint, deleted.files, deleted.nbytes, self.delete_grace_seconds)
@@ -129,7 +148,9 @@ class Upkeep:
     async def pin(self, checkpoint: CheckpointId, *, pinned: bool) -> Checkpoint:
         """No policy deletes the checkpoint any more, or again any may. Raises NotFound, WrongPhase."""
         async with self._one_at_a_time:
-            if await self._find(checkpoint) is None and self.node.catalog.newest_of(checkpoint) is not None:
+            if await self._find(checkpoint) is None and any(
+                one.id == checkpoint and one.pending for one in self.node.catalog.attempts.values()
+            ):
                 raise errors.WrongPhase(f"{checkpoint} is not durable yet, and only then it can be pinned: `ckptd wait {checkpoint}`")
             await self._run(self.ledger.pin if pinned else self.ledger.unpin, checkpoint)
         return await self.restore.resolve(checkpoint)
@@ -156,8 +177,8 @@ class Upkeep:
                 await asyncio.wait([changed], timeout=1.0)
             finally:
                 changed.cancel()
-        ended = [attempt for attempt in self.node.catalog.attempts.values() if attempt.state == Checkpoint.FAILED]
-        kept = [a for a in self.node.catalog.attempts.values() if a.state == Checkpoint.ACCEPTED and not a.record.durable]
+        ended = [a for a in self.node.catalog.attempts.values() if a.state == Checkpoint.FAILED or (a.state == Checkpoint.LOST and a.held)]
+        kept = [a for a in self.node.catalog.attempts.values() if a.pending and not a.record.durable]
         yield DrainReply(failed=[f"{attempt.id}: {attempt.reason}" for attempt in ended], memory_only=[str(a.id) for a in kept])
 
     # -- by itself --------------------------------------------------------------------------
@@ -249,6 +270,18 @@ class Upkeep:
             return await self._run(self.ledger.find, checkpoint)
         except errors.NotFound:
             return None
+
+    async def _joint(self, checkpoint: CheckpointId) -> list[Record]:
+        """Saves of that id that other nodes hold, too, and that are on their way to the store, or may be."""
+        if not self.restore.peers.known:
+            return []
+        seen = await self.restore.whereabouts.survey(checkpoint, every=True)
+        over = [one for one in self.node.catalog.attempts.values() if one.id == checkpoint and one.joint]
+        found = {one.name: one.record for one in over if one.state != Checkpoint.DURABLE}
+        found |= {
+            name: one.record for name, one in seen.items() if one.record is not None and one.state in PENDING and is_joint(one.record)
+        }
+        return list(found.values())
 
     def _let_go(self, checkpoint: CheckpointId) -> None:
         self.node.backlog.held.discard(checkpoint)

@@ -77,5 +77,6 @@ class Verifier:
 
 
 def unstored(node: Node) -> list[Attempt]:
-    """Restorable attempts that the store does not have, at least not yet."""
-    return [attempt for attempt in node.catalog.attempts.values() if attempt.restorable and attempt.state != Checkpoint.DURABLE]
+    """What this node holds, whole or with others, and the store does not have, at least not yet."""
+    attempts = node.catalog.attempts.values()
+    return [a for a in attempts if (a.restorable and a.state != Checkpoint.DURABLE) or (a.joint and a.pending)]

@@ -9,6 +9,7 @@ in step, so that a plain number would mean another effect in each run.
     CRASH_LOG=FILE              every effect is written there, one name a line
     CRASH_AT='before NAME'      SIGKILL instead of the effect
     CRASH_AT='after NAME'       SIGKILL when it has happened, before anything is made of it
+    STOP_AT='before NAME'       SIGSTOP there; it goes on when somebody sends SIGCONT
 
 ``faulty://`` stores work as in `faulty_daemon`. ``python crashing_daemon.py serve …`` is one daemon;
 ``python crashing_daemon.py fork-server MODULE…`` starts one per line that it reads, see `serve_forks`. That takes a
@@ -39,9 +40,10 @@ _ATTEMPT_AND_TOKEN = re.compile(r"[0-9a-f]{24}-[0-9a-f]{16}")
 class Effects:
     """Counts effects by name, notes them, and kills this process at the one that `crash_at` names."""
 
-    def __init__(self, roots: list[str], crash_at: str = "", log: str = "") -> None:
+    def __init__(self, roots: list[str], crash_at: str = "", log: str = "", stop_at: str = "") -> None:
         self._roots = roots
         self._crash_at = crash_at
+        self._stop_at = stop_at
         self._seen: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
         self._write = os.write
@@ -65,6 +67,8 @@ class Effects:
     def _at(self, moment: str) -> None:
         if moment == self._crash_at:
             os.kill(os.getpid(), signal.SIGKILL)
+        if moment == self._stop_at:
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     def _shown(self, path: Any) -> str | None:
         """The path relative to its root, without what is random; None if it lies elsewhere."""
@@ -145,9 +149,10 @@ def serve(arguments: list[str], env: dict[str, str]) -> int:
     from faulty_daemon import FaultyFileSystem
 
     fsspec.register_implementation("faulty", FaultyFileSystem)
-    if "CRASH_AT" in env or "CRASH_LOG" in env:
+    if {"CRASH_AT", "CRASH_LOG", "STOP_AT"} & env.keys():
         roots = [_option(arguments, "--shm-dir"), re.sub(r"^\w+://", "", _option(arguments, "--store"))]
-        install(Effects([os.path.abspath(root) for root in roots], env.get("CRASH_AT", ""), env.get("CRASH_LOG", "")))
+        told = (env.get(name, "") for name in ("CRASH_AT", "CRASH_LOG", "STOP_AT"))
+        install(Effects([os.path.abspath(root) for root in roots], *told))
     return main(arguments)
 
 

@@ -84,6 +84,8 @@ class FaultyProxy:
     endpoint: str = ""
     #: The lines of all requests so far, those that met a fault included.
     lines: list[str] = field(default_factory=list)
+    #: Bytes of all answers' bodies so far.
+    nbytes_sent: int = 0
     _faults: list[Fault] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -91,6 +93,11 @@ class FaultyProxy:
         """From now on these, and no others."""
         with self._lock:
             self._faults = [*faults]
+
+    def sent(self, nbytes: int) -> None:
+        """Counts an answer's body."""
+        with self._lock:
+            self.nbytes_sent += nbytes
 
     def count(self, pattern: str) -> int:
         """How many requests so far had a line that `pattern` is found in."""
@@ -180,6 +187,7 @@ class Exchange(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
+        proxy.sent(len(answer))
         if fault.reset_answer_after is not None:
             self.wfile.write(answer[: fault.reset_answer_after])
             self.wfile.flush()

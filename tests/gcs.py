@@ -7,6 +7,7 @@ because pip brings it: no container, no cloud. What it cannot show, and who show
   those requests itself.
 - It takes parts of any length. tests/faulty_proxy.py, put before it, refuses what GCS refuses: a part that
   is not the last and no multiple of 256 KiB.
+- It does not look at conditions of uploads and deletions. `only_over`, told to the proxy, does.
 - It never says that it kept less of a part than was sent, never forgets an upload, and never
   throttles (GCS takes about one write a second to one object). The proxy does these.
 - It keeps everything in memory; listings are consistent, as Google says that theirs are.
@@ -20,13 +21,17 @@ import json
 import re
 import subprocess
 import time
+import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import quote, urlencode
+from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 
 import pytest
+
+from faulty_proxy import Fault, Headers, refuse_json
 
 
 def binary() -> Path:
@@ -98,6 +103,15 @@ class GCSServer:
     def delete(self, key: str) -> None:
         self._call("DELETE", f"b/{self.bucket}/o/{quote(key, safe='')}")
 
+    def generation(self, key: str) -> str:
+        """Which one is there, as the condition of an upload names it; "0" if none is."""
+        try:
+            return str(json.loads(self._call("GET", f"b/{self.bucket}/o/{quote(key, safe='')}"))["generation"])
+        except urllib.error.HTTPError as exc:
+            if exc.code != 404:
+                raise
+            return "0"
+
     def _call(self, method: str, path: str, data: bytes | None = None, lead: str = "") -> Any:
         """One request without gcsfs: the witness that knows nothing of ckptd and fsspec."""
         request = urllib.request.Request(
@@ -111,6 +125,23 @@ class GCSServer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
+
+
+def only_over(server: GCSServer) -> Callable[[str, Headers, bytes], Fault | None]:
+    """A judge for the proxy before the emulator: a condition that does not hold, when an upload begins or ends, is answered as by GCS."""
+    conditions: dict[str, str] = {}
+
+    def judge(line: str, headers: Headers, _body: bytes) -> Fault | None:
+        query = {name: values[0] for name, values in parse_qs(urlsplit(line.partition(" ")[2]).query).items()}
+        if not line.startswith(("POST /upload/", "PUT /upload/", "DELETE /storage/")) or headers.get("Content-Range", "").endswith("/*"):
+            return None
+        name = query.get("name") or unquote(urlsplit(line.partition(" ")[2]).path.rpartition("/")[2])
+        if not line.startswith("PUT"):
+            conditions[name] = query.get("ifGenerationMatch", "")
+        holds = not conditions[name] or conditions[name] == server.generation(name)
+        return None if holds else refuse_json(412, "At least one of the pre-conditions you specified did not hold.")
+
+    return judge
 
 
 def listening_port(pid: int) -> int:

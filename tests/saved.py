@@ -68,12 +68,13 @@ class DictStore:
     """Objects in memory, with times by a clock that the test sets; None: it tells no times."""
 
     url = "dict"
+    conditional = False
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self.objects: dict[str, tuple[bytes, float]] = {}
         self.clock = clock
 
-    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None) -> int:
+    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None, replacing: str | None = None) -> int:
         data = b"".join(bytes(piece) for piece in source())
         self.objects[key] = (data, self.clock() if self.clock else 0.0)
         return len(data)
@@ -100,6 +101,9 @@ class DictStore:
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             self.objects.pop(key, None)
+
+    def remove(self, key: str, version: str) -> None:
+        raise AssertionError("it tells no versions")
 
     def abort_uploads(self, older_than_seconds: float) -> int:
         return 0
@@ -132,9 +136,13 @@ class Watched:
     def url(self) -> str:
         return self.store.url
 
-    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None) -> int:
+    @property
+    def conditional(self) -> bool:
+        return self.store.conditional
+
+    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None, replacing: str | None = None) -> int:
         self.before("put", key)
-        nbytes = self.store.put(key, source, nbytes_hint=nbytes_hint)
+        nbytes = self.store.put(key, source, nbytes_hint=nbytes_hint, replacing=replacing)
         self.after("put", key)
         return nbytes
 
@@ -161,6 +169,11 @@ class Watched:
             self.before("delete", key)
             self.store.delete([key])
             self.after("delete", key)
+
+    def remove(self, key: str, version: str) -> None:
+        self.before("delete", key)
+        self.store.remove(key, version)
+        self.after("delete", key)
 
     def abort_uploads(self, older_than_seconds: float) -> int:
         self.before("abort_uploads", "")

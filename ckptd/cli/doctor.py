@@ -67,7 +67,7 @@ def _look(arguments: argparse.Namespace, settings: config.Settings) -> Iterator[
     from ckptd import doctor  # it imports what no other command needs
 
     named = arguments.address is not None or bool(os.environ.get("CKPTD_ADDRESS"))
-    address = source.address(arguments) if named else settings.listen[0]
+    address = source.address(arguments) if named else settings.address
     finding, status = _daemon(address, named=named)
     yield finding
     if status is not None and settings.memory is None and status.shm_dir == str(settings.shm_dir):

@@ -151,9 +151,13 @@ def status(reply: daemon_pb2.StatusReply) -> dict[str, Any]:
         "open_shards": reply.open_shards,
         "waiting": reply.waiting,
         "accepted": reply.accepted,
+        "replicated": reply.replicated,
+        "lost": reply.lost,
         "failed": reply.failed,
         "draining": reply.draining,
         "bytes_from": dict.fromkeys(_SOURCES, 0) | dict(served),
+        "address": reply.address,
+        "peers": [{"address": peer.address, "gone_seconds": peer.gone_seconds} for peer in reply.peers],
         "warning": reply.warning,
     }
 

@@ -106,13 +106,20 @@ def status(reply: daemon_pb2.StatusReply) -> str:
             ("leases", str(reply.leases)),
             ("open shards", str(reply.open_shards)),
             ("waiting for memory", str(reply.waiting)),
-            ("accepted, not durable", str(reply.accepted)),
+            ("accepted, not durable", f"{reply.accepted}" + (f", {reply.replicated} of them replicated" if reply.replicated else "")),
+            ("lost", str(reply.lost) if reply.lost else ""),
             ("failed", str(reply.failed)),
             ("draining", "yes: no new saves are taken" if reply.draining else ""),
+            ("reached at", reply.address),
+            ("peers", ", ".join(_peer(peer) for peer in reply.peers)),
             ("served from", ", ".join(f"{source} {_size(nbytes)}" for source, nbytes in served.items())),
             ("warning", reply.warning),
         )
     )
+
+
+def _peer(peer: daemon_pb2.PeerStatus) -> str:
+    return peer.address + (f" (gone for {_duration(peer.gone_seconds)})" if peer.gone_seconds else "")
 
 
 def pruned(reply: daemon_pb2.PruneReply, *, dry_run: bool) -> str:

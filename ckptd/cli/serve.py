@@ -19,8 +19,8 @@ def add_commands(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "serve",
         help="run the daemon of this node",
         description="Runs the daemon of this node until SIGTERM or SIGINT. Each option is also an environment variable "
-        "(--shm-dir is CKPTD_SHM_DIR; repeated ones comma-separated) and a key of the --config file; a flag goes before the "
-        "environment, the environment before the file.",
+        "(--shm-dir is CKPTD_SHM_DIR; repeated ones comma-separated, those without a value true or false) and a key of the --config "
+        "file; a flag goes before the environment, the environment before the file.",
         allow_abbrev=False,
     )
     for option in config.OPTIONS:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptd import config
+from ckptd import addresses, config
 from ckptd.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -58,6 +58,10 @@ def add_store_option(parser: argparse._ActionsContainer) -> None:
 
 def add_option(parser: argparse._ActionsContainer, option: config.Option) -> None:
     """An option that ``serve`` has, too: spelled and explained alike."""
+    if option.switch:
+        # Not given is not the same as false: the environment may say true.
+        parser.add_argument(f"--{option.name}", help=option.help, action="store_true", default=None)
+        return
     parser.add_argument(
         f"--{option.name}",
         metavar=option.metavar,
@@ -105,9 +109,9 @@ def address(arguments: argparse.Namespace) -> str:
     elif os.environ.get("CKPTD_ADDRESS"):
         source, text = "CKPTD_ADDRESS", os.environ["CKPTD_ADDRESS"]
     else:
-        source, text = "", config.default_address()
+        source, text = "", addresses.default_address()
     try:
-        return config.parse_address(text)
+        return addresses.parse_address(text)
     except InvalidRequest as error:
         raise InvalidRequest(f"{source}: {error}") from None
 

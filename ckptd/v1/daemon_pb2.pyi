@@ -15,18 +15,20 @@ class HelloRequest(_message.Message):
     def __init__(self, version: _Optional[str] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("node", "version", "store", "memory", "warning")
+    __slots__ = ("node", "version", "store", "memory", "warning", "address")
     NODE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     WARNING_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     node: str
     version: str
     store: str
     memory: int
     warning: str
-    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., store: _Optional[str] = ..., memory: _Optional[int] = ..., warning: _Optional[str] = ...) -> None: ...
+    address: str
+    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., store: _Optional[str] = ..., memory: _Optional[int] = ..., warning: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
     __slots__ = ("owner", "pid")
@@ -184,12 +186,14 @@ class ResolveRequest(_message.Message):
 class LoadRequest(_message.Message):
     __slots__ = ("open", "want", "copied")
     class Open(_message.Message):
-        __slots__ = ("id", "attempt")
+        __slots__ = ("id", "attempt", "peers")
         ID_FIELD_NUMBER: _ClassVar[int]
         ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+        PEERS_FIELD_NUMBER: _ClassVar[int]
         id: str
         attempt: str
-        def __init__(self, id: _Optional[str] = ..., attempt: _Optional[str] = ...) -> None: ...
+        peers: _containers.RepeatedScalarFieldContainer[str]
+        def __init__(self, id: _Optional[str] = ..., attempt: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ...) -> None: ...
     class Want(_message.Message):
         __slots__ = ("shard", "items", "starts", "ends")
         SHARD_FIELD_NUMBER: _ClassVar[int]
@@ -287,7 +291,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("node", "version", "store", "memory", "used", "segments", "leases", "open_shards", "waiting", "accepted", "failed", "bytes_from", "uptime_seconds", "warning", "pid", "shm_dir", "draining")
+    __slots__ = ("node", "version", "store", "memory", "used", "segments", "leases", "open_shards", "waiting", "accepted", "failed", "bytes_from", "uptime_seconds", "warning", "pid", "shm_dir", "draining", "replicated", "lost", "address", "peers")
     class BytesFromEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -312,6 +316,10 @@ class StatusReply(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     SHM_DIR_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    REPLICATED_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     node: str
     version: str
     store: str
@@ -329,7 +337,19 @@ class StatusReply(_message.Message):
     pid: int
     shm_dir: str
     draining: bool
-    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., store: _Optional[str] = ..., memory: _Optional[int] = ..., used: _Optional[int] = ..., segments: _Optional[int] = ..., leases: _Optional[int] = ..., open_shards: _Optional[int] = ..., waiting: _Optional[int] = ..., accepted: _Optional[int] = ..., failed: _Optional[int] = ..., bytes_from: _Optional[_Mapping[str, int]] = ..., uptime_seconds: _Optional[float] = ..., warning: _Optional[str] = ..., pid: _Optional[int] = ..., shm_dir: _Optional[str] = ..., draining: bool = ...) -> None: ...
+    replicated: int
+    lost: int
+    address: str
+    peers: _containers.RepeatedCompositeFieldContainer[PeerStatus]
+    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., store: _Optional[str] = ..., memory: _Optional[int] = ..., used: _Optional[int] = ..., segments: _Optional[int] = ..., leases: _Optional[int] = ..., open_shards: _Optional[int] = ..., waiting: _Optional[int] = ..., accepted: _Optional[int] = ..., failed: _Optional[int] = ..., bytes_from: _Optional[_Mapping[str, int]] = ..., uptime_seconds: _Optional[float] = ..., warning: _Optional[str] = ..., pid: _Optional[int] = ..., shm_dir: _Optional[str] = ..., draining: bool = ..., replicated: _Optional[int] = ..., lost: _Optional[int] = ..., address: _Optional[str] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ...) -> None: ...
+
+class PeerStatus(_message.Message):
+    __slots__ = ("address", "gone_seconds")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    GONE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    gone_seconds: float
+    def __init__(self, address: _Optional[str] = ..., gone_seconds: _Optional[float] = ...) -> None: ...
 
 class PruneRequest(_message.Message):
     __slots__ = ("run", "keep_last", "keep_every", "keep_within_seconds", "dry_run", "delete_grace_seconds", "orphan_age_seconds")

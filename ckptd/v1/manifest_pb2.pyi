@@ -113,20 +113,22 @@ class Summary(_message.Message):
     def __init__(self, id: _Optional[str] = ..., attempt: _Optional[str] = ..., step: _Optional[int] = ..., accepted_us: _Optional[int] = ..., world_size: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., tags: _Optional[_Mapping[str, str]] = ..., parent: _Optional[str] = ...) -> None: ...
 
 class Record(_message.Message):
-    __slots__ = ("summary", "shards", "metadata", "durable", "only_new", "store")
+    __slots__ = ("summary", "shards", "metadata", "durable", "only_new", "store", "replicas")
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
     ONLY_NEW_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     summary: Summary
     shards: _containers.RepeatedCompositeFieldContainer[Receipt]
     metadata: Receipt
     durable: bool
     only_new: bool
     store: str
-    def __init__(self, summary: _Optional[_Union[Summary, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., metadata: _Optional[_Union[Receipt, _Mapping]] = ..., durable: bool = ..., only_new: bool = ..., store: _Optional[str] = ...) -> None: ...
+    replicas: int
+    def __init__(self, summary: _Optional[_Union[Summary, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., metadata: _Optional[_Union[Receipt, _Mapping]] = ..., durable: bool = ..., only_new: bool = ..., store: _Optional[str] = ..., replicas: _Optional[int] = ...) -> None: ...
 
 class Stored(_message.Message):
     __slots__ = ("offset", "lengths", "hashes")
@@ -179,3 +181,15 @@ class Tombstone(_message.Message):
     deleted_us: int
     files: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, id: _Optional[str] = ..., save_id: _Optional[str] = ..., deleted_us: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("id", "attempt", "node", "shard")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    attempt: str
+    node: str
+    shard: StoredShard
+    def __init__(self, id: _Optional[str] = ..., attempt: _Optional[str] = ..., node: _Optional[str] = ..., shard: _Optional[_Union[StoredShard, _Mapping]] = ...) -> None: ...

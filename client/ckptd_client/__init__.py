@@ -1,4 +1,4 @@
-"""What a training script touches: DCP's storage plugins for ckptd, and `wait`.
+"""What a training script touches: DCP's storage plugins for ckptd, `wait`, and `introduce`.
 
     import torch.distributed.checkpoint as dcp
     from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
@@ -19,6 +19,7 @@ import os
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "1")
 
 from ckptd.errors import ArenaFull, CkptdError, Corrupt, InvalidRequest, LeaseLost, NotFound, StoreError, Unavailable, WrongPhase
+from ckptd_client.meeting import daemon_address, introduce
 from ckptd_client.reader import DaemonStorageReader
 from ckptd_client.waiting import wait
 from ckptd_client.writer import DaemonStorageWriter
@@ -35,5 +36,7 @@ __all__ = [
     "StoreError",
     "Unavailable",
     "WrongPhase",
+    "daemon_address",
+    "introduce",
     "wait",
 ]

@@ -1,6 +1,7 @@
 """DCP's StorageReader that loads through the daemon. It translates; it decides nothing.
 
-Every rank resolves the id; the attempt rides in DCP's plans, and a mixture is refused.
+Every rank resolves the id; the attempt rides in DCP's plans, and a mixture is refused. With it
+rides the address of each rank's daemon, so that all of them know who loads together.
 What is read is addressed by (attempt, item, byte range), from memory or from the store,
 wherever the daemon finds it. Of a checkpoint that stock DCP wrote items come whole, as
 ``torch.save`` wrote them, and the attempt is the state of its directory: DCP saves over the
@@ -19,6 +20,7 @@ import inspect
 import io
 import operator
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -33,6 +35,7 @@ from ckptd.v1 import daemon_pb2, manifest_pb2
 from ckptd_client import metadata as pickles
 from ckptd_client import plans
 from ckptd_client.channel import connect, warn_always
+from ckptd_client.meeting import introduce_to
 from ckptd_client.names import checked_target
 from ckptd_client.stream import LoadStream
 from ckptd_client.strictness import Keys
@@ -123,7 +126,9 @@ class DaemonStorageReader(StorageReader):
         self._forget()
         target = checked_target(self._checkpoint_id)
         daemon = connect(self._address)
-        self._limit = plans.batch_limit(daemon.hello().memory)
+        hello = daemon.hello()
+        self._limit = plans.batch_limit(hello.memory)
+        self._daemon_address = hello.address
         found = daemon.resolve_whole(target) if self._fallback else daemon.resolve(daemon_pb2.ResolveRequest(id=target))
         checkpoint_id, attempt = found.summary.id, found.summary.attempt
         for skipped in found.skipped:
@@ -148,24 +153,30 @@ class DaemonStorageReader(StorageReader):
             raise metadata.error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Says which attempt this rank has resolved."""
-        return dataclasses.replace(plan, storage_data=self._source)
+        """Says which attempt this rank has resolved, and how other nodes reach its daemon."""
+        return dataclasses.replace(plan, storage_data=(*self._source, (self._daemon_address,)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuses ranks that would read different checkpoints."""
-        sources = {plan.storage_data for plan in plans if plan.storage_data is not None}
+        """Refuses ranks that would read different checkpoints; tells all of the daemons that load together."""
+        said = [plan.storage_data for plan in plans if plan.storage_data is not None]
+        sources = {(checkpoint_id, attempt) for checkpoint_id, attempt, _ in said}
+        addresses = tuple(sorted({address for *_, known in said for address in known if address}))
         if len(sources) > 1:
+            with suppress(CkptdError):  # what one daemon alone knew of, others find when the load is tried again
+                introduce_to(connect(self._address), addresses)
             named = ", ".join(f"{checkpoint_id} (attempt {attempt})" for checkpoint_id, attempt in sorted(sources))
             raise WrongPhase(f"the ranks resolved {self._checkpoint_id!r} to different checkpoints ({named}): retry the load")
         self._keys.log_left_out(plans)
-        return plans
+        source = next(iter(sources), self._source)
+        return [dataclasses.replace(plan, storage_data=(*source, addresses)) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copies everything of the plan into its targets."""
         reads = [read for request in plan.items for read in self._reads(request)]
         reads.sort(key=lambda read: (read.place.shard, read.place.item.at))
         targets: dict[int, torch.Tensor] = {}
-        with LoadStream(connect(self._address), *self._source) as stream:
+        addresses = plan.storage_data[2] if plan.storage_data is not None else ()
+        with LoadStream(connect(self._address), *self._source, addresses) as stream:
             stream.open()
             for batch in plans.batches((read for read in reads if read.ranges), self._limit):
                 want = batch.want()
@@ -190,6 +201,7 @@ class DaemonStorageReader(StorageReader):
 
     def _forget(self) -> None:
         self._source = ("", "")
+        self._daemon_address = ""
         self._stock = False
         self._tables = []
         self._keys = Keys({}, "")

@@ -18,7 +18,7 @@ from ckptd_client.channel import Daemon, rebuild
 from ckptd_client.mapping import Mapping, open_mapping
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from types import TracebackType
 
 #: A daemon that says nothing for so long is taken for stuck; fetching one batch from a slow store takes less.
@@ -26,9 +26,12 @@ _REPLY_SECONDS: Final = 300.0
 
 
 class LoadStream:
-    """Reads one attempt; a context manager. Raises LeaseLost if the daemon no longer holds what is read."""
+    """Reads one attempt; a context manager. Raises LeaseLost if the daemon no longer holds what is read.
 
-    def __init__(self, daemon: Daemon, checkpoint_id: str, attempt: str) -> None:
+    `peers`: addresses of the daemons of all ranks that load it together.
+    """
+
+    def __init__(self, daemon: Daemon, checkpoint_id: str, attempt: str, peers: Sequence[str] = ()) -> None:
         self._daemon = daemon
         self._doing = f"load {checkpoint_id!r}"
         self._requests: queue.SimpleQueue[daemon_pb2.LoadRequest | None] = queue.SimpleQueue()
@@ -36,7 +39,7 @@ class LoadStream:
         self._mappings: dict[int, Mapping] = {}
         self._call: Any = daemon.load(self._outgoing())
         threading.Thread(target=self._pump, name="ckptd-load", daemon=True).start()
-        self._open = daemon_pb2.LoadRequest.Open(id=checkpoint_id, attempt=attempt)
+        self._open = daemon_pb2.LoadRequest.Open(id=checkpoint_id, attempt=attempt, peers=peers)
 
     def open(self) -> daemon_pb2.LoadReply.Opened:
         """Opens the attempt, which has to come first; from here on nothing of it goes away."""

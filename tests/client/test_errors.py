@@ -291,10 +291,17 @@ def test_a_store_that_refuses_fails_the_wait_and_warns_the_next_save(tmp_path: P
 
 def test_ranks_that_resolved_different_attempts_are_told_to_retry() -> None:
     reader = DaemonStorageReader("run/latest")
-    plans = [LoadPlan([], storage_data=("run/step-1", attempt)) for attempt in ("a", "a", "b")]
+    plans = [LoadPlan([], storage_data=("run/step-1", attempt, ("",))) for attempt in ("a", "a", "b")]
     with pytest.raises(WrongPhase, match="retry"):
         reader.prepare_global_plan(plans)
-    assert reader.prepare_global_plan(plans[:2]) == plans[:2]
+
+
+def test_ranks_of_different_nodes_learn_of_each_other() -> None:
+    reader = DaemonStorageReader("run/latest")
+    nodes = ["host-b:1", "host-a:1", "", "host-b:1"]
+    plans = [LoadPlan([], storage_data=("run/step-1", "a", (address,))) for address in nodes]
+    found = reader.prepare_global_plan(plans)
+    assert [plan.storage_data for plan in found] == [("run/step-1", "a", ("host-a:1", "host-b:1"))] * 4
 
 
 class Meddling(dcp.DefaultSavePlanner):

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.errors import Corrupt, InvalidRequest, NotFound
-from ckptd.store import Store
+from ckptd.store import ABSENT, Changed, Store
 
 if TYPE_CHECKING:
     from conftest import Bench
 
 MIB = 1024 * 1024
+#: fsspec's own file systems put whatever is there.
+conditional = pytest.mark.parametrize("bench", ["local", "s3", "gcs"], indirect=True)
 
 
 class SourceError(Exception):
@@ -35,6 +37,11 @@ def failing(nbytes: int, piece: int = MIB) -> Iterator[bytes]:
     for at in range(0, nbytes, piece):
         yield data[at : at + piece]
     raise SourceError
+
+
+def version(store: Store, key: str) -> str:
+    """What a listing tells; ABSENT if the key is not listed."""
+    return next((found.version for found in store.list(key) if found.key == key), ABSENT)
 
 
 def listed(store: Store, prefix: str = "") -> dict[str, int]:
@@ -115,6 +122,78 @@ def test_a_reader_sees_the_old_or_the_new_object_and_no_mixture(store: Store) ->
         finally:
             done.set()
         assert all(len(set(data)) == 1 for data in reader.result())
+
+
+def test_only_stores_whose_writes_have_conditions_say_so_and_tell_versions(bench: Bench, store: Store) -> None:
+    store.put("a", lambda: [b"1"])
+    assert store.conditional == bool(version(store, "a")) == (bench.kind != "memory")
+
+
+@conditional
+def test_a_version_is_another_after_each_put_and_the_same_in_every_listing(bench: Bench, store: Store) -> None:
+    seen = []
+    for data in (b"1", b"2", b"33"):
+        store.put("run/a", lambda data=data: [data])
+        seen.append(version(store, "run/a"))
+        assert [found.version for found in bench.open().children("run")[0]] == [seen[-1]]
+    bench.witness.plant("run/a", b"44")
+    assert len({*seen, version(store, "run/a"), ABSENT}) == 5
+
+
+@conditional
+def test_a_conditional_put_takes_place_only_over_what_it_was_to_replace(guarded: Bench) -> None:
+    store = guarded.open()
+    assert store.put("run/a", lambda: [b"one"], replacing=ABSENT) == 3
+    first = version(store, "run/a")
+    with pytest.raises(Changed, match="run/a"):
+        store.put("run/a", lambda: [b"not"], replacing=ABSENT)
+    assert store.put("run/a", lambda: [b"two"], replacing=first) == 3
+    second = version(store, "run/a")
+    for stale in (first, ABSENT):
+        with pytest.raises(Changed, match="run/a"):
+            store.put("run/a", lambda: [b"not"], replacing=stale)
+    assert guarded.witness.read("run/a") == b"two"
+    store.delete(["run/a"])
+    with pytest.raises(Changed, match="run/a"):
+        store.put("run/a", lambda: [b"not"], replacing=second)
+    assert guarded.witness.keys() == {}
+
+
+@conditional
+def test_a_conditional_put_whose_answer_was_lost_finds_its_own_bytes_there(guarded: Bench) -> None:
+    store = guarded.open()
+    store.put("a", lambda: [b"old"])
+    there = version(store, "a")
+    store.put("a", lambda: [b"new"], replacing=there)
+    with pytest.raises(Changed):
+        store.put("a", lambda: [b"new"], replacing=there)
+    assert guarded.witness.read("a") == b"new"
+
+
+@conditional
+@pytest.mark.parametrize("nbytes", [3, 17 * MIB], ids=["whole", "parts"])
+def test_what_appears_while_a_conditional_put_is_on_its_way_stays(guarded: Bench, nbytes: int) -> None:
+    store = guarded.open()
+
+    def overtaken() -> Iterator[bytes]:
+        data = pattern(nbytes)
+        yield data[: nbytes - 1]
+        guarded.witness.plant("run/a", b"newer")
+        yield data[nbytes - 1 :]
+
+    with pytest.raises(Changed, match="run/a"):
+        store.put("run/a", overtaken, nbytes_hint=nbytes, replacing=ABSENT)
+    assert guarded.witness.keys() == {"run/a": 5}
+    assert guarded.witness.read("run/a") == b"newer"
+
+
+def test_a_put_without_a_condition_replaces_whatever_is_there(bench: Bench, store: Store) -> None:
+    for data in (b"1", b"2"):
+        store.put("a", lambda data=data: [data], replacing=None)
+    assert bench.witness.read("a") == b"2"
+    if not store.conditional:  # nor does one with a condition, where there are none
+        store.put("a", lambda: [b"3"], replacing=ABSENT)
+        assert bench.witness.read("a") == b"3"
 
 
 def test_get_gives_the_range_that_was_asked_for(bench: Bench, store: Store) -> None:
@@ -269,6 +348,28 @@ def test_delete_takes_what_it_is_given_and_missing_keys_are_fine(bench: Bench, s
     store.delete(["step-1/a"])
     store.delete(["step-0/a", "step-1/a", "never/was", "step-0/a/b"])
     assert listed(store) == {}
+
+
+@conditional
+def test_only_the_version_that_is_meant_is_removed_and_a_missing_object_is_fine(guarded: Bench) -> None:
+    store = guarded.open()
+    store.put("run/a", lambda: [b"one"])
+    first = version(store, "run/a")
+    store.put("run/a", lambda: [b"two"])
+    with pytest.raises(Changed, match="run/a"):
+        store.remove("run/a", first)
+    assert guarded.witness.read("run/a") == b"two"
+    second = version(store, "run/a")
+    for _ in range(2):
+        store.remove("run/a", second)
+        assert guarded.witness.keys() == {}
+    assert children(store) == ({}, [])
+
+
+def test_where_there_are_no_versions_whatever_is_there_is_removed(bench: Bench, store: Store) -> None:
+    store.put("run/a", lambda: [b"1"])
+    store.remove("run/a", version(store, "run/a"))
+    assert bench.witness.keys() == {}
 
 
 @pytest.mark.parametrize("key", ["", "/", "/a", "a/", "a//b", ".", "..", "../a", "a/../b", "a/./b", "a\0b"])

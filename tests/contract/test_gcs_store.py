@@ -22,10 +22,10 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from ckptd.errors import CkptdError, Corrupt, InvalidRequest, NotFound, StoreError, Unavailable
-from ckptd.store import Store
+from ckptd.store import ABSENT, Changed, Store
 from ckptd.stores import open_store
 from faulty_proxy import Fault, FaultyProxy, Headers, refuse_json
-from gcs import GCSServer
+from gcs import GCSServer, only_over
 
 KIB = 1024
 LIST = r"GET /storage/v1/b/bucket/o\?"
@@ -284,6 +284,18 @@ def test_many_deletes_are_one_request(store: Store, proxy: FaultyProxy, gcs_serv
     assert proxy.count("POST /batch/") == proxy.count("") == 1
     store.delete(["step-1/a", "never/was"])
     assert gcs_server.keys(prefix) == {}
+
+
+@pytest.mark.parametrize("nbytes", [3, 600 * KIB], ids=["whole", "parts"])
+def test_a_conditional_put_that_is_sent_again_after_a_lost_answer_is_told_as_changed_and_is_there(
+    store: Store, proxy: FaultyProxy, gcs_server: GCSServer, prefix: str, nbytes: int
+) -> None:
+    proxy.judge = only_over(gcs_server)
+    last = "uploadType=media" if nbytes == 3 else "PUT .*upload_id"
+    proxy.tell(Fault(on=last, times=int(nbytes > 3)), refuse_json(503, on=last, times=1, forwarded=True))
+    with pytest.raises(Changed):
+        store.put("a", lambda: [data_of(nbytes)], replacing=ABSENT)
+    assert gcs_server.read(f"{prefix}/a") == data_of(nbytes)
 
 
 def answers(*statuses: int) -> Fault:

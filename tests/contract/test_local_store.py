@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import resource
@@ -21,7 +22,9 @@ from typing import Any
 import pytest
 
 from ckptd.errors import InvalidRequest, NotFound, StoreError, Unavailable
+from ckptd.filelock import LOCK_NAME
 from ckptd.localstore import LocalStore
+from ckptd.store import ABSENT, Changed, is_temporary
 from ckptd.stores import open_store
 
 
@@ -338,3 +341,107 @@ def test_a_directory_that_loses_its_disk_may_come_back() -> None:
             LocalStore(f"/proc/self/fd/{fd}").put("a", lambda: [b"1"])
     finally:
         os.close(fd)
+
+
+# --- conditional puts ----------------------------------------------------------------------------------------------
+
+
+def test_of_writers_that_meet_one_sees_the_other(tmp_path: Path) -> None:
+    script = textwrap.dedent("""
+        import os, sys, time
+        from ckptd.store import Changed
+        from ckptd.stores import open_store
+        rename = os.rename
+        os.rename = lambda *names: (time.sleep(0.02), rename(*names))  # others have time to look, and to come first
+        store = open_store(sys.argv[1])
+        done = 0
+        while done < 10:
+            (there,) = store.list("step-1/.metadata")
+            more = b"%d" % (int(store.get("step-1/.metadata")) + 1)
+            try:
+                store.put("step-1/.metadata", lambda: [more], replacing=there.version)
+            except Changed:
+                continue
+            done += 1
+    """)
+    LocalStore(tmp_path).put("step-1/.metadata", lambda: [b"0"])
+    writers = [subprocess.Popen([sys.executable, "-c", script, tmp_path]) for _ in range(3)]
+    assert [writer.wait(100) for writer in writers] == [0, 0, 0]
+    assert (tmp_path / "step-1" / ".metadata").read_bytes() == b"30"
+    assert files(tmp_path) == {"step-1", "step-1/.metadata"}
+
+
+def test_a_writer_that_is_stopped_with_the_lock_holds_conditional_puts_up_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptd.filelock.WAIT_SECONDS", 0.05)
+    store = LocalStore(tmp_path)
+    store.put("step-1/.metadata", lambda: [b"old"])
+    (there,) = store.list()
+    lock = os.open(tmp_path / "step-1" / LOCK_NAME, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(Unavailable, match="is one stopped"):
+        store.put("step-1/.metadata", lambda: [b"new"], replacing=there.version)
+    assert files(tmp_path) == {"step-1", "step-1/.metadata", f"step-1/{LOCK_NAME}"}
+    assert [*store.list()] == [there]
+    store.put("step-1/other", lambda: [b"1"])
+    os.close(lock)  # what the kernel does with a holder that is killed
+    store.put("step-1/.metadata", lambda: [b"new"], replacing=there.version)
+    assert files(tmp_path) == {"step-1", "step-1/.metadata", "step-1/other"}
+
+
+def test_a_lock_that_was_removed_by_its_holder_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path)
+    lock = tmp_path / "step-1" / LOCK_NAME
+    real = fcntl.flock
+    waited = []
+
+    def flock(fd: int, operation: int) -> None:
+        if not waited:  # who had the lock has gone with it, and another has come
+            waited.append(fd)
+            lock.unlink()
+            os.close(os.open(lock, os.O_RDWR | os.O_CREAT))
+        real(fd, operation)
+        if os.fstat(fd).st_nlink:
+            waited.append(fd)
+
+    monkeypatch.setattr("ckptd.filelock.fcntl.flock", flock)
+    store.put("step-1/.metadata", lambda: [b"1"], replacing=ABSENT)
+    assert len(waited) == 2
+    assert files(tmp_path) == {"step-1", "step-1/.metadata"}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_where_a_file_system_has_no_locks_it_is_looked_at_and_the_store_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def flock(_fd: int, _operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("ckptd.filelock.fcntl.flock", flock)
+    store = LocalStore(tmp_path)
+    assert store.conditional
+    store.put("step-1/.metadata", lambda: [b"1"], replacing=ABSENT)
+    assert not store.conditional
+    with pytest.raises(Changed):
+        store.put("step-1/.metadata", lambda: [b"2"], replacing=ABSENT)
+    assert (tmp_path / "step-1" / ".metadata").read_bytes() == b"1"
+    assert files(tmp_path) == {"step-1", "step-1/.metadata"}
+
+
+def test_the_lock_has_a_name_that_is_swept_and_not_listed(tmp_path: Path) -> None:
+    (tmp_path / LOCK_NAME).touch()
+    assert is_temporary(LOCK_NAME)
+    assert [*LocalStore(tmp_path).list()] == []
+
+
+def test_a_link_that_leads_nowhere_is_replaced_and_a_directory_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("nothing")
+    (tmp_path / "b").symlink_to("b")
+    (tmp_path / "c").mkdir()
+    store = LocalStore(tmp_path)
+    for key in ("a", "b"):
+        store.put(key, lambda: [b"1"], replacing=ABSENT)
+        assert (tmp_path / key).read_bytes() == b"1"
+    with pytest.raises(StoreError, match="a directory has the name"):
+        store.put("c", lambda: [b"1"], replacing=ABSENT)

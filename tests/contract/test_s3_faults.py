@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ckptd.errors import Corrupt, StoreError, Unavailable
-from ckptd.store import Store, is_temporary
+from ckptd.store import ABSENT, Changed, Store, is_temporary
 from ckptd.stores import open_store
-from faulty_proxy import Fault, FaultyProxy, refuse
+from faulty_proxy import Fault, FaultyProxy, Headers, refuse
 from s3 import S3Server
 
 MIB = 1024 * 1024
@@ -33,6 +33,12 @@ def prefix() -> str:
 @pytest.fixture
 def store(proxy: FaultyProxy, s3_server: S3Server, prefix: str) -> Store:
     return open_store(s3_server.url(prefix), {**s3_server.options, "endpoint_url": proxy.endpoint, **AT_ONCE}, retries=0)
+
+
+@pytest.fixture
+def patient(proxy: FaultyProxy, s3_server: S3Server, prefix: str) -> Store:
+    """The same, for objects that take longer than a second."""
+    return open_store(s3_server.url(prefix), {**s3_server.options, "endpoint_url": proxy.endpoint}, retries=0)
 
 
 @pytest.fixture
@@ -258,3 +264,67 @@ def test_what_a_bulk_delete_says_of_one_key_is_raised(
     proxy.tell(Fault(on="POST .*delete", status=200, body=answer), refuse(403, "AccessDenied", on="DELETE"))
     with pytest.raises(kind, match=rf"{prefix}/a|delete a"):
         store.delete(["a", "b"])
+
+
+def test_a_conditional_put_that_is_sent_again_after_a_lost_answer_is_told_as_changed_and_is_there(
+    proxy: FaultyProxy, s3_server: S3Server, prefix: str
+) -> None:
+    twice = {"config_kwargs": '{"retries": {"max_attempts": 1}, "read_timeout": 1}'}
+    store = open_store(s3_server.url(prefix), {**s3_server.options, "endpoint_url": proxy.endpoint, **twice}, retries=0)
+    proxy.tell(Fault(on="PUT .*/a", times=1, reset_answer_after=0))
+    with pytest.raises(Changed):
+        store.put("a", lambda: [b"1"], replacing=ABSENT)
+    assert proxy.count("PUT .*/a") == 2
+    assert s3_server.read(f"{prefix}/a") == b"1"
+
+
+def test_writers_that_meet_in_s3_may_try_again(store: Store, proxy: FaultyProxy) -> None:
+    proxy.tell(refuse(409, "ConditionalRequestConflict", on="PUT"))
+    with pytest.raises(Unavailable):
+        store.put("a", lambda: [b"1"], replacing=ABSENT)
+
+
+@pytest.mark.parametrize("nbytes", [3, 17 * MIB], ids=["whole", "parts"])
+def test_the_condition_goes_with_the_request_that_makes_the_object_appear(patient: Store, proxy: FaultyProxy, nbytes: int) -> None:
+    patient.put("a", lambda: [b"old"])
+    (there,) = patient.list()
+    conditions = []
+
+    def judge(line: str, headers: Headers, body: bytes) -> Fault | None:
+        appears = line.startswith("PUT") if nbytes == 3 else line.startswith("POST") and "uploadId=" in line
+        conditions.extend([headers.get("If-Match")] if appears else [])
+        return refuse(412, "PreconditionFailed") if appears else None
+
+    proxy.judge = judge
+    with pytest.raises(Changed):
+        patient.put("a", lambda: [bytes(nbytes)], nbytes_hint=nbytes, replacing=there.version)
+    assert conditions == [there.version]
+    assert patient.get("a") == b"old"
+
+
+@pytest.mark.parametrize("nbytes", [3, 17 * MIB], ids=["whole", "parts"])
+def test_where_there_are_no_conditions_puts_go_without_and_the_store_says_so(
+    patient: Store, proxy: FaultyProxy, s3_server: S3Server, prefix: str, nbytes: int
+) -> None:
+    def judge(line: str, headers: Headers, body: bytes) -> Fault | None:
+        return refuse(501, "NotImplemented") if "If-None-Match" in headers else None
+
+    proxy.judge = judge
+    assert patient.conditional
+    for _ in range(2):
+        assert patient.put("a", lambda: [bytes(nbytes)], nbytes_hint=nbytes, replacing=ABSENT) == nbytes
+    assert not patient.conditional
+    assert s3_server.keys(prefix) == {f"{prefix}/a": nbytes}
+    assert s3_server.read(f"{prefix}/a") == bytes(nbytes)
+
+
+def test_where_deletions_have_no_conditions_they_go_without(store: Store, proxy: FaultyProxy, s3_server: S3Server, prefix: str) -> None:
+    def judge(line: str, headers: Headers, body: bytes) -> Fault | None:
+        return refuse(501, "NotImplemented") if line.startswith("DELETE") and "If-Match" in headers else None
+
+    store.put("a", lambda: [b"1"])
+    (there,) = store.list()
+    proxy.judge = judge
+    store.remove("a", there.version)
+    assert store.conditional
+    assert s3_server.keys(prefix) == {}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
 from ckptd_worker.children import Child
-from daemons import DaemonProcess
+from daemons import FAULTY, DaemonProcess
+from hosts import Hosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -94,3 +96,26 @@ def test_a_trainer_that_waits_for_durability_outlives_a_killed_daemon(tmp_path: 
         trainer.finish()
     assert any(line.startswith("[train] gpt/step-4 is durable") for line in trainer.lines())
     assert (tmp_path / "store" / "gpt" / "step-4" / ".metadata").exists()
+
+
+@pytest.mark.slow
+def test_workers_on_a_new_node_go_on_from_what_only_another_nodes_memory_has(tmp_path: Path, start: Callable[..., Child]) -> None:
+    control = tmp_path / "control"
+    control.write_text('{"raise": "ENOSPC"}')
+    store = f"faulty://{tmp_path / 'store'}"
+    with Hosts(2, store, memory="128MiB", peers=False, program=FAULTY, env={"FAULTY_CONTROL": str(control)}) as hosts:
+        first = start(1, "--steps", "10000", CKPTD_ADDRESS=hosts[0].address)
+        first.until("a checkpoint", lambda: bool(steps_of(first, "saved")), every=0.002)
+        first.kill()
+        last = steps_of(first, "saved")[-1]
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = str(probe.getsockname()[1])
+        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        second, other = (
+            start(1, "--steps", str(last + 2), RANK=str(rank), CKPTD_ADDRESS=hosts[1 - rank].address, **meeting) for rank in range(2)
+        )
+        second.until("it has resumed", lambda: bool(steps_of(second, "resumed")))
+        control.write_text("{}")
+        second.finish()
+        other.finish()
+    assert steps_of(second, "resumed") >= [last]

@@ -8,63 +8,36 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+import joint
 from ckptd.errors import CkptdError, NotFound
 from ckptd.v1.daemon_pb2_grpc import DaemonStub
-from ckptd_client import DaemonStorageReader, DaemonStorageWriter, channel
-from client.states import assert_equal, blank
+from ckptd_client import channel
 from forks import ForkedDaemon
 
 WORLD = 2
 ID = "run/step-7"
 
 
-def part(value: int, rank: int, numel: int = 10_000) -> dict[str, Any]:
-    """What one rank saves: every bit depends on the value and the rank."""
-    whole = torch.arange(numel, dtype=torch.int32) + 1000 * value + rank
-    return {f"r{rank}": {"w": whole, "h": whole[:99].to(torch.bfloat16), "empty": torch.zeros(0, rank), "value": value}}
-
-
 def state(value: int, numel: int = 10_000) -> dict[str, Any]:
-    return {key: there for rank in range(WORLD) for key, there in part(value, rank, numel).items()}
+    """What all ranks together save."""
+    return joint.state(value, WORLD, numel)
 
 
 def save(daemon: ForkedDaemon, id: str, value: int, numel: int = 10_000, **options: Any) -> None:
-    """A save of two ranks in one process: DCP's own steps, in DCP's order."""
-    writer = DaemonStorageWriter(id, address=daemon.address, **options)
-    planners = [DefaultSavePlanner() for _ in range(WORLD)]
-    plans = []
-    for rank, planner in enumerate(planners):
-        writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
-        planner.set_up_planner(part(value, rank, numel), writer.storage_meta(), rank == 0)
-        plans.append(writer.prepare_local_plan(planner.create_local_plan()))
-        if rank == 0:
-            only_new = writer._save.only_new
-    plans, metadata = planners[0].create_global_plan(plans)
-    results = []
-    for rank, (planner, plan) in enumerate(zip(planners, writer.prepare_global_plan(plans), strict=True)):
-        writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
-        results.append(writer.write_data(planner.finish_plan(plan), planner).value())
-    writer.set_up_storage_writer(True, rank=0, use_collectives=True)
-    writer._save.only_new = only_new
-    writer.finish(metadata, results)
+    """A save of two ranks in one process."""
+    joint.save([daemon.address] * WORLD, id, value, numel, **options)
 
 
 def load(daemon: ForkedDaemon, id: str, numel: int = 10_000) -> int | None:
     """The value that the checkpoint holds, after comparing all of it; None if there is no such checkpoint."""
-    found = blank(state(0, numel))
     try:
-        dcp.load(found, storage_reader=DaemonStorageReader(id, address=daemon.address), no_dist=True)
+        return joint.load(daemon.address, id, WORLD, numel)
     except CheckpointException as failed:
         if all(isinstance(why[0], NotFound) for why in failed.failures.values()):
             return None
         raise
-    assert_equal(found, state(found["r0"]["value"], numel))
-    return int(found["r0"]["value"])
 
 
 @dataclass

@@ -132,3 +132,60 @@ def test_the_socket_directory_is_private(home: Path) -> None:
         daemon.address = address
         daemon.start()
         assert (home / "private").stat().st_mode & 0o777 == 0o700
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
+def test_listening_beyond_this_machine_without_tls_is_refused_and_nothing_listens(home: Path, shm_dir: Path, host: str) -> None:
+    import socket
+
+    port = free_port()
+    done = serve("--store", str(home / "store"), "--listen", f"unix:{home}/s", "--listen", f"{host}:{port}", "--shm-dir", str(shm_dir))
+    refused(done, 2, f"--listen: '{host}:{port}'", "needs TLS", "--tls-cert", "--insecure")
+    assert done.stdout == ""
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_wildcard_without_the_address_for_others_is_refused(home: Path, shm_dir: Path) -> None:
+    where = ["--listen", f"unix:{home}/s", "--listen", f"0.0.0.0:{free_port()}", "--insecure"]
+    done = serve("--store", str(home / "store"), *where, "--shm-dir", str(shm_dir))
+    refused(done, 2, "--advertise HOST:PORT")
+
+
+def test_other_nodes_without_an_address_for_them_are_refused(home: Path, shm_dir: Path) -> None:
+    done = serve("--store", str(home / "store"), "--listen", f"unix:{home}/s", "--shm-dir", str(shm_dir), "--replicas", "1")
+    refused(done, 2, "--replicas", f"--listen unix:{home}/s --listen HOST:PORT")
+
+
+def test_loopback_needs_no_word_of_the_operator_and_no_warning(home: Path) -> None:
+    with DaemonProcess(str(home / "store"), "--listen", f"127.0.0.1:{free_port()}", "--insecure") as daemon:
+        assert "--insecure" not in daemon.log.read_text()
+
+
+def test_other_machines_without_tls_are_worth_a_warning(home: Path, shm_dir: Path) -> None:
+    # An address that is not this machine's, so that nothing listens beyond it: the warning comes first.
+    address = f"192.0.2.1:{free_port()}"
+    where = ["--listen", f"unix:{home}/s", "--listen", address, "--insecure"]
+    done = serve("--store", str(home / "store"), *where, "--shm-dir", str(shm_dir))
+    refused(done, 2, f"cannot listen on {address}")
+    warnings = [line for line in done.stderr.splitlines() if " WARNING ckptd.daemon " in line]
+    assert len(warnings) == 1
+    assert f"--insecure: whoever reaches {address} can read, replace and delete checkpoints" in warnings[0]
+
+
+def test_the_ready_line_names_what_trainers_call(home: Path) -> None:
+    with DaemonProcess(str(home / "store"), env={"CKPTD_SHARED_STORE": "yes"}) as daemon:
+        daemon.terminate()
+        listen = ["--listen", f"127.0.0.1:{free_port()}", "--listen", daemon.address]
+        daemon.process = daemon.launch(["serve", "--store", daemon.store, *listen, "--shm-dir", str(daemon.shm_dir), "--memory", "64MiB"])
+        assert daemon.process.stdout is not None
+        assert daemon.process.stdout.readline() == f"ready {daemon.address} {home / 'store'}\n"
+        assert daemon.cli("status").returncode == 0

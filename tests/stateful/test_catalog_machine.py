@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from ckptd import errors
+from ckptd import binding, errors
 from ckptd.arena import Arena
 from ckptd.attempt import Attempt, Drop, Effect, Forget, Shard, StopFlush, bound
 from ckptd.catalog import Catalog
@@ -108,7 +108,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.catalog = self.kind(NODE, open_timeout_seconds=TIMEOUT, codec="none")
         self.flushing: dict[str, bool] = {}
         self.readers: Counter[str] = Counter()
-        for left in left_behind(cast("Arena", self.disk)):
+        for left in left_behind(cast("Arena", self.disk), NODE):
             record = left.record
             self.told.setdefault(record.summary.attempt, record)  # its client may never have heard of it
             self._excuse_older(record, because_of="accepted")
@@ -174,7 +174,9 @@ class CatalogMachine(RuleBasedStateMachine):
         for other, attempt in self.disk.store.items():  # which a daemon asks before its first commit
             self.catalog.learn(other.run, attempt)
         request = CommitRequest(id=str(id), shards=shards, metadata=metadata, durable=durable)
-        record = self.catalog.prepare(request, self.now_us)
+        binding.check(self.catalog, request)
+        binding.others(self.catalog, request, "")
+        record = binding.record_of(self.catalog, request, self.now_us)
         name = record.summary.attempt
         there = [*self.catalog.attempts, *self.disk.store.values()]
         assert all(name > other for other in there if self.told[other].summary.id.split("/")[0] == id.run)

@@ -40,10 +40,11 @@ PAYLOAD = b"payload"
 
 
 #: What is interleaved. Not stock DCP beside a sweep: it asks nobody, and what it writes between the last look and the deletion is
-#: lost. Not two commits of an id: that the newer one wins between nodes takes a store with conditional puts.
+#: lost.
 TOGETHER = [
     *[["commit", "sweep"]] * 4,
     *[["commit", "delete"], ["commit", "delete", "sweep"], ["commit", "delete", "delete", "sweep"]] * 2,
+    *[["commit", "commit"], ["commit", "commit"], ["commit", "commit", "sweep"], ["commit", "commit", "delete"]],
     *[["delete", "delete", "sweep"], ["commit", "sweep", "sweep"], ["delete", "stock"], ["commit", "stock"]],
 ]
 
@@ -65,8 +66,8 @@ class ClockedStore(LocalStore):
         self.clock = clock
         self.grain = grain
 
-    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None) -> int:
-        nbytes = super().put(key, source, nbytes_hint=nbytes_hint)
+    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None, replacing: str | None = None) -> int:
+        nbytes = super().put(key, source, nbytes_hint=nbytes_hint, replacing=replacing)
         self.clock.now += 0.01
         self.stamp(self.root / key)
         return nbytes
@@ -406,14 +407,18 @@ class LedgerMachine(RuleBasedStateMachine):
         before = {**self.live}
         actors = [Actor(self, operation, self.processes[number]) for number, operation in enumerate(operations)]
         kill = data.draw(st.integers(0, 60)) if data.draw(st.integers(0, 3)) == 0 else -1
+        last_put_last = data.draw(st.booleans())
         count = 0
         try:
             while running := [actor for actor in actors if actor.outcome is None]:
+                if last_put_last:  # who has looked for the last time is held until all others have done the same, or are done
+                    running = [actor for actor in running if not actor.must_not_wait] or running
                 actor = data.draw(st.sampled_from(running)) if len(running) > 1 and count < 100 else running[0]
                 actor.killed = count == kill
                 actor.step()
                 if count < 100 and not any(actor.must_not_wait for actor in actors):
-                    self.clock.now += data.draw(st.sampled_from([0.0] * 16 + [2.0, 6.0, 11.0, 400.0]))
+                    # The longest makes a commit begin anew, and its tries are counted: so only early on.
+                    self.clock.now += data.draw(st.sampled_from([0.0] * 16 + [2.0, 6.0, 11.0, 400.0 if count < 40 else 0.0]))
                 count += 1
                 if actor.did_effect:
                     self.what_is_ours_is_whole()
@@ -538,4 +543,4 @@ def test_no_interleaving_and_no_interruption_loses_mixes_or_revives_anything(mon
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_interleaving_and_no_interruption_loses_mixes_or_revives_anything_at_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    run(monkeypatch, max_examples=400, stateful_step_count=40)
+    run(monkeypatch, max_examples=250, stateful_step_count=40)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd import errors
+from ckptd import binding, errors
 from ckptd.attempt import Drop, Forget, StopFlush, checkpoint_of
 from ckptd.catalog import Catalog
 from ckptd.model import CheckpointId
@@ -12,6 +12,12 @@ from ckptd.v1.daemon_pb2 import Checkpoint, CommitRequest
 from ckptd.v1.manifest_pb2 import Receipt, Record
 
 NODE = "node"
+
+
+def prepare(catalog: Catalog, request: CommitRequest, now_us: int) -> Record:
+    binding.check(catalog, request)
+    binding.others(catalog, request, "")
+    return binding.record_of(catalog, request, now_us)
 
 
 class Driver:
@@ -41,7 +47,7 @@ class Driver:
 
     def save(self, id: str, world: int = 2, *, durable: bool = True) -> tuple[Record, list[object]]:
         self.now_us += 1_000
-        record = self.catalog.prepare(self.request(id, world, durable=durable), self.now_us)
+        record = prepare(self.catalog, self.request(id, world, durable=durable), self.now_us)
         return record, list(self.catalog.accept(record))
 
 
@@ -155,25 +161,25 @@ def test_receipts_that_the_daemon_does_not_hold_are_refused() -> None:
     request = driver.request("step-1")
     request.shards[0].token = "f" * 16
     with pytest.raises(errors.LeaseLost, match="rank 0"):
-        driver.catalog.prepare(request, 1)
+        prepare(driver.catalog, request, 1)
     request = driver.request("step-2")
     request.shards[1].node = "elsewhere"
     with pytest.raises(errors.InvalidRequest, match="another daemon"):
-        driver.catalog.prepare(request, 1)
+        prepare(driver.catalog, request, 1)
     request = driver.request("step-3")
     request.id = "step-4"
     with pytest.raises(errors.InvalidRequest, match=r"step-3.*step-4"):
-        driver.catalog.prepare(request, 1)
+        prepare(driver.catalog, request, 1)
     with pytest.raises(errors.InvalidRequest, match="at least one shard"):
-        driver.catalog.prepare(CommitRequest(id="step-5"), 1)
+        prepare(driver.catalog, CommitRequest(id="step-5"), 1)
 
 
 def test_shards_cannot_be_bound_twice() -> None:
     driver = Driver()
     request = driver.request("step-1")
-    driver.catalog.accept(driver.catalog.prepare(request, 1))
+    driver.catalog.accept(prepare(driver.catalog, request, 1))
     with pytest.raises(errors.LeaseLost):
-        driver.catalog.prepare(request, 2)
+        prepare(driver.catalog, request, 2)
 
 
 def test_two_shards_of_one_rank_are_refused() -> None:
@@ -181,7 +187,7 @@ def test_two_shards_of_one_rank_are_refused() -> None:
     request = driver.request("step-1", world=1)
     request.shards.append(driver.seal(driver.open("step-1", 0)))
     with pytest.raises(errors.InvalidRequest, match="more than one shard"):
-        driver.catalog.prepare(request, 1)
+        prepare(driver.catalog, request, 1)
 
 
 def test_what_is_accepted_and_not_durable_is_no_victim() -> None:
@@ -291,7 +297,7 @@ def test_the_metadata_pickle_is_no_shard_and_a_shard_no_metadata_pickle() -> Non
     request = driver.request("step-1", world=1)
     for shards, metadata in (([request.shards[0]], request.shards[0]), ([request.metadata], request.shards[0])):
         with pytest.raises(errors.InvalidRequest):
-            driver.catalog.prepare(CommitRequest(id="step-1", shards=shards, metadata=metadata, durable=True), 1)
+            prepare(driver.catalog, CommitRequest(id="step-1", shards=shards, metadata=metadata, durable=True), 1)
 
 
 def test_a_process_that_lives_keeps_its_shard_when_another_saves_the_same_id() -> None:
@@ -345,5 +351,32 @@ def test_an_attempt_is_later_than_its_shards_although_the_clock_went_back() -> N
     receipt = Receipt(node=NODE, token=token, rank=0, nbytes=10, sealed_us=9_000_000)
     driver.catalog.sealed(token, receipt, 0.0)
     pickle = driver.seal(driver.open("step-1", 0, metadata=True))
-    record = driver.catalog.prepare(CommitRequest(id="step-1", shards=[receipt], metadata=pickle, durable=True), 5)
+    record = prepare(driver.catalog, CommitRequest(id="step-1", shards=[receipt], metadata=pickle, durable=True), 5)
     assert int(record.summary.attempt[:16], 16) > 9_000_000
+
+
+def test_an_attempt_that_others_have_yet_to_accept_supersedes_nothing_and_is_not_flushed() -> None:
+    driver = Driver()
+    older, _ = driver.save("run/step-1")
+    driver.now_us += 1_000
+    newer = prepare(driver.catalog, driver.request("run/step-1"), driver.now_us)
+    assert driver.catalog.accept(newer, confirmed=False) == []
+    assert [attempt.record for attempt in driver.catalog.to_flush()] == [older]
+    assert driver.catalog.attempts[older.summary.attempt].pending
+    # It comes to nothing: what was accepted before is still there.
+    driver.catalog.aborted(newer.summary.attempt, "not accepted by all")
+    latest = driver.catalog.latest("run")
+    assert latest is not None
+    assert latest.record == older
+
+
+def test_an_attempt_that_is_confirmed_supersedes_older_ones() -> None:
+    driver = Driver()
+    older, _ = driver.save("run/step-1")
+    driver.now_us += 1_000
+    newer = prepare(driver.catalog, driver.request("run/step-1"), driver.now_us)
+    driver.catalog.accept(newer, confirmed=False)
+    effects = driver.catalog.confirm(newer.summary.attempt)
+    assert Forget(older.summary.attempt) in effects
+    assert StopFlush(older.summary.attempt) in effects
+    assert [attempt.record for attempt in driver.catalog.to_flush()] == [newer]

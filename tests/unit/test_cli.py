@@ -602,7 +602,9 @@ def test_no_daemon_is_3_and_says_both_ways_out(command: list[str], tmp_path: Pat
         (["serve"], "no store given"),
         (["serve", "--store", "/d", "--memory", "lots"], "--memory: 'lots'"),
         (["serve", "--store", "/d", "--listen", "0.0.0.0:7070"], "needs TLS"),
-        (["serve", "--store", "/d", "--replicas", "2"], "unrecognized arguments"),
+        (["serve", "--store", "/d", "--replicas", "2"], "--listen HOST:PORT"),
+        (["serve", "--store", "/d", "--replica", "2"], "unrecognized arguments"),
+        (["serve", "--store", "/d", "--insecure=no"], "ignored explicit argument"),
         (["status", "--store", "/d"], "unrecognized arguments"),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd import config
+from ckptd import addresses, config
 from ckptd.errors import InvalidRequest
 
 
@@ -50,72 +50,20 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
         config.parse_duration(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [
-        ("unix:/run/ckptd.sock", "unix:/run/ckptd.sock"),
-        ("unix:///run/ckptd.sock", "unix:/run/ckptd.sock"),
-        ("127.0.0.1:7070", "127.0.0.1:7070"),
-        ("[::1]:7070", "[::1]:7070"),
-        ("node-3.cluster:7070", "node-3.cluster:7070"),
-    ],
-)
-def test_an_address_is_a_socket_or_a_host_with_a_port(text: str, address: str) -> None:
-    assert config.parse_address(text) == address
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "foo",
-        ":7070",
-        "host:",
-        "host:port",
-        "host:0",
-        "host:65536",
-        "::1:7070",
-        "a b:1",
-        "http://h:1",
-        "unix:",
-        "unix:/",
-        "unix:a.sock",
-        "unix:/a\0b",
-    ],
-)
-def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(InvalidRequest):
-        config.parse_address(text)
-
-
-def test_a_socket_path_longer_than_the_kernel_takes_is_refused_with_the_limit() -> None:
-    config.parse_address("unix:/" + "a" * 106)
-    with pytest.raises(InvalidRequest, match="at most 107 bytes"):
-        config.parse_address("unix:/" + "a" * 107)
-
-
-@pytest.mark.parametrize("text", ["0.0.0.0:7070", "10.0.0.5:7070", "[::]:7070", "node-3:7070", "192.168.1.1:80"])
-def test_listening_beyond_this_machine_is_refused_because_it_needs_tls(text: str) -> None:
-    with pytest.raises(InvalidRequest, match="needs TLS"):
-        config.parse_listen(text)
-
-
-@pytest.mark.parametrize("text", ["127.0.0.1:7070", "127.5.5.5:7070", "localhost:7070", "[::1]:7070", "unix:/tmp/x.sock"])
-def test_listening_on_this_machine_is_fine(text: str) -> None:
-    assert config.parse_listen(text) == text
-
-
 def test_defaults_are_what_the_documentation_says() -> None:
     settings = config.load({"store": "/data"}, {})
     assert settings.store == "/data"
     assert settings.store_options == {}
-    assert settings.listen == (f"unix:/tmp/ckptd-{os.getuid()}/ckptd.sock",) == (config.default_address(),)
+    assert settings.listen == (f"unix:/tmp/ckptd-{os.getuid()}/ckptd.sock",) == (addresses.default_address(),)
+    assert settings.address == addresses.default_address()
     assert settings.memory is None
     assert settings.shm_dir == Path(f"/dev/shm/ckptd-{os.getuid()}")
     assert settings.codec == "zstd:1"
     assert settings.open_timeout_seconds == 60.0
     assert settings.grace_seconds == 10.0
     assert settings.log_level == "info"
+    assert (settings.advertise, settings.peers, settings.replicas, settings.shared_store) == ("", (), 0, False)
+    assert (settings.tls_cert, settings.tls_key, settings.tls_ca, settings.insecure) == (None, None, None, False)
 
 
 def test_no_store_is_refused_with_all_ways_to_give_one() -> None:
@@ -168,6 +116,8 @@ def test_a_key_of_the_file_may_be_spelled_with_either_dash(tmp_path: Path, spell
         ('store = "/d"\nmemory = "12Q"\n', "memory: '12Q' is not a size"),
         ('store = "/d"\nmemory = true\n', "memory: 'true' is not a size"),
         ('store = "/d"\nmemory = [1]\n', "memory: a string or a number is needed"),
+        ('store = "/d"\nshared-store = "on"\n', "shared-store: 'on' is neither true nor false"),
+        ('store = "/d"\nreplicas = true\n', "replicas: 'true' is not a number of nodes"),
         ('store = "/d"\nlisten = []\n', "listen: it must name at least one address"),
         ("store = 1979-05-27\n", "store: a string or a number is needed"),
     ],
@@ -199,6 +149,14 @@ def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None
         ({"grace": "soon"}, {}, "--grace: 'soon' is not a duration"),
         ({"log-level": "loud"}, {}, "--log-level: 'loud' is not a log level"),
         ({"listen": ["0.0.0.0:1"]}, {}, "--listen: '0.0.0.0:1' can be reached"),
+        ({}, {"CKPTD_INSECURE": "maybe"}, "CKPTD_INSECURE: 'maybe' is neither true nor false"),
+        ({"replicas": "-1"}, {}, "--replicas: '-1' is not a number of nodes"),
+        ({"replicas": "some"}, {}, "--replicas: 'some' is not a number of nodes"),
+        ({"peer": ["node-2"]}, {}, "--peer: 'node-2' is no address"),
+        ({"peer": ["unix:/a.sock"]}, {}, "--peer: 'unix:/a.sock' is of one machine only"),
+        ({"advertise": "0.0.0.0:7070"}, {}, "--advertise: '0.0.0.0:7070' can be listened on, not called"),
+        ({"advertise": "unix:/a.sock"}, {}, "--advertise: 'unix:/a.sock' is of one machine only"),
+        ({"tls-key": ""}, {}, "--tls-key: it must name a PEM file"),
         ({"store-option": ["key"]}, {}, "--store-option: a store option has the form K=V"),
         ({"shm-dir": ""}, {}, "--shm-dir: it must name a directory"),
     ],
@@ -226,3 +184,114 @@ def test_settings_cannot_be_changed() -> None:
     settings = config.load({"store": "/data"}, {})
     with pytest.raises(AttributeError):
         settings.codec = "none"  # type: ignore[misc]
+
+
+TLS = {"tls-cert": "/tls/node.pem", "tls-key": "/tls/node.key", "tls-ca": "/tls/ca.pem"}
+SOCKET = "unix:/tmp/x.sock"
+
+
+def settings_of(listen: list[str], **flags: str | bool | list[str]) -> config.Settings:
+    return config.load({"store": "/data", "listen": listen, **flags}, {})
+
+
+@pytest.mark.parametrize("text", ["0.0.0.0:7070", "10.0.0.5:7070", "[::]:7070", "[::ffff:10.0.0.5]:7070", "node-3:7070", "192.168.1.1:80"])
+def test_listening_beyond_this_machine_needs_tls_or_the_word_of_the_operator(text: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"needs TLS: give --tls-cert, --tls-key and --tls-ca, or --insecure") as caught:
+        settings_of([SOCKET, "127.0.0.1:7070", text], advertise="node-3:7070")
+    assert f"--listen: '{text}'" in str(caught.value)
+    assert settings_of([SOCKET, text], advertise="node-3:7070", insecure=True).insecure
+    assert settings_of([SOCKET, text], advertise="node-3:7070", **TLS).tls_ca == Path("/tls/ca.pem")
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:7070", "127.5.5.5:7070", "localhost:7070", "[::1]:7070", "unix:/tmp/x.sock"])
+def test_listening_on_this_machine_needs_nothing(text: str) -> None:
+    assert settings_of([text]).listen == (text,)
+
+
+@pytest.mark.parametrize("left_out", TLS)
+def test_some_of_the_tls_files_are_not_enough(left_out: str) -> None:
+    given = {name: file for name, file in TLS.items() if name != left_out}
+    with pytest.raises(InvalidRequest, match=f"and --{left_out} is not given"):
+        settings_of([SOCKET, "127.0.0.1:7070"], **given)
+
+
+def test_tls_and_insecure_contradict_each_other() -> None:
+    with pytest.raises(InvalidRequest, match="--insecure goes without TLS"):
+        settings_of([SOCKET, "10.0.0.5:7070"], insecure=True, **TLS)
+
+
+def test_with_tls_there_must_be_a_socket_for_those_who_call_without() -> None:
+    with pytest.raises(InvalidRequest, match=f"add --listen {addresses.default_address()}"):
+        settings_of(["10.0.0.5:7070"], **TLS)
+
+
+@pytest.mark.parametrize(
+    ("listen", "advertise"),
+    [
+        ([SOCKET], ""),
+        ([SOCKET, "127.0.0.1:7070"], "127.0.0.1:7070"),
+        ([SOCKET, "10.0.0.5:7070", "10.1.0.5:7070"], "10.0.0.5:7070"),
+        # Other nodes cannot call a loopback address.
+        (["127.0.0.1:7070", "10.0.0.5:7070"], "10.0.0.5:7070"),
+    ],
+)
+def test_other_nodes_call_the_first_address_that_they_can(listen: list[str], advertise: str) -> None:
+    assert settings_of(listen, insecure=True).advertise == advertise
+
+
+def test_what_other_nodes_call_is_as_told() -> None:
+    assert settings_of([SOCKET, "0.0.0.0:7070"], insecure=True, advertise="node-3:7071").advertise == "node-3:7071"
+
+
+@pytest.mark.parametrize("listen", [["0.0.0.0:7070"], ["[::]:7070"], ["[::ffff:0.0.0.0]:7070"], ["127.0.0.1:7070", "0.0.0.0:7070"]])
+def test_a_wildcard_cannot_be_called_so_the_address_must_be_told(listen: list[str]) -> None:
+    with pytest.raises(InvalidRequest, match="say with --advertise HOST:PORT"):
+        settings_of(listen, insecure=True)
+
+
+@pytest.mark.parametrize("flags", [{"advertise": "node-3:7070"}, {"peer": ["node-2:7070"]}, {"replicas": "1"}])
+def test_what_needs_other_nodes_needs_an_address_that_they_can_call(flags: dict[str, str]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        config.load({"store": "/data", **flags}, {})
+    assert f"--{next(iter(flags))} needs an address that other nodes can call" in str(caught.value)
+    assert f"--listen {addresses.default_address()} --listen HOST:PORT" in str(caught.value)
+    settings_of([SOCKET, "127.0.0.1:7070"], **flags)
+
+
+def test_no_replicas_need_no_other_nodes() -> None:
+    assert config.load({"store": "/data", "replicas": "0"}, {}).replicas == 0
+
+
+def test_trainers_and_commands_use_the_socket_if_there_is_one() -> None:
+    assert settings_of(["127.0.0.1:7070", SOCKET]).address == SOCKET
+    assert settings_of(["127.0.0.1:7070"]).address == "127.0.0.1:7070"
+
+
+def test_peers_are_repeated_and_each_counts_once() -> None:
+    environ = {
+        "CKPTD_PEER": "node-2:7070,ckptd.jobs.svc:7070,node-2:7070",
+        "CKPTD_LISTEN": f"{SOCKET},127.0.0.1:7070",
+        "CKPTD_REPLICAS": "2",
+    }
+    settings = config.load({"store": "/data"}, environ)
+    assert (settings.peers, settings.replicas) == (("node-2:7070", "ckptd.jobs.svc:7070"), 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("true", True), ("True", True), ("1", True), ("yes", True), ("false", False), ("0", False), ("no", False), ("", False)],
+)
+def test_a_switch_in_the_environment_is_true_or_false(text: str, value: bool) -> None:
+    assert config.load({"store": "/data"}, {"CKPTD_SHARED_STORE": text}).shared_store is value
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("1", True), ('"yes"', True), ("false", False), ("0", False)])
+def test_a_switch_in_the_file_is_true_or_false_and_a_flag_turns_it_on(tmp_path: Path, text: str, value: bool) -> None:
+    file = tmp_path / "ckptd.toml"
+    file.write_text(f'store = "/d"\nshared-store = {text}\n')
+    assert config.load({"config": str(file), "shared-store": None}, {}).shared_store is value
+    assert config.load({"config": str(file), "shared-store": True}, {}).shared_store is True
+
+
+def test_who_only_looks_is_not_asked_whether_the_daemons_addresses_go_together() -> None:
+    assert config.load({}, {"CKPTD_LISTEN": f"{SOCKET},0.0.0.0:7070"}, storeless=True).address == SOCKET

@@ -248,7 +248,7 @@ def test_a_store_in_memory_and_a_full_disk_are_told() -> None:
 class Torn(LocalStore):
     """Writes in place."""
 
-    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None) -> int:
+    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None, replacing: str | None = None) -> int:
         nbytes = 0
         with (Path(self.url) / key).open("wb", buffering=0) as file:
             for piece in source():
@@ -262,21 +262,21 @@ class Torn(LocalStore):
 class Gone(LocalStore):
     """Deletes before it writes, as some do for a rename."""
 
-    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None) -> int:
+    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None, replacing: str | None = None) -> int:
         super().delete([key])
         time.sleep(0.05)
-        return super().put(key, source, nbytes_hint=nbytes_hint)
+        return super().put(key, source, nbytes_hint=nbytes_hint, replacing=replacing)
 
 
 class Partial(LocalStore):
     """Publishes what was written before an exception, as fsspec's files do."""
 
-    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None) -> int:
+    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None, replacing: str | None = None) -> int:
         pieces: list[bytes] = []
         try:
             pieces.extend(bytes(piece) for piece in source())  # what came before an exception stays
         finally:
-            nbytes = super().put(key, lambda: pieces, nbytes_hint=nbytes_hint)
+            nbytes = super().put(key, lambda: pieces, nbytes_hint=nbytes_hint, replacing=replacing)
         return nbytes
 
 

@@ -20,6 +20,7 @@ from ckptd.localstore import LocalStore
 from ckptd.model import CheckpointId, mint_attempt, mint_token
 from ckptd.store import Object, Source, Store
 from ckptd.v1.manifest_pb2 import Form, Item, Manifest, Stored, StoredShard, Summary, Table, Tombstone
+from saved import Watched
 
 #: What a trainer's pickle of Metadata looks like from here: some pickle of protocol 2.
 PICKLE = pickle.dumps({"state_dict_metadata": {"weight": None}}, protocol=2)
@@ -61,7 +62,7 @@ def save(store: Store, name: str, us: int) -> Manifest:
 
 def save_stock(root: Path, name: str, modified: float = 1.0) -> None:
     """What stock DCP leaves, seen from outside."""
-    (root / name).mkdir(parents=True)
+    (root / name).mkdir(parents=True, exist_ok=True)
     (root / name / "__0_0.distcp").write_bytes(b"12345")
     (root / name / ".metadata").write_bytes(pickle.dumps({"storage_data": {}, "storage_meta": "save_id"}, protocol=2))
     os.utime(root / name / ".metadata", (modified, modified))
@@ -382,12 +383,16 @@ class Recording:
     def url(self) -> str:
         return self._store.url
 
-    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None) -> int:
+    @property
+    def conditional(self) -> bool:
+        return self._store.conditional
+
+    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None, replacing: str | None = None) -> int:
         self.puts.append(key)
         fails = len(self.puts) - 1 == self._fail_at
         if fails and not self._after:
             raise Unavailable("told to fail")
-        nbytes = self._store.put(key, source, nbytes_hint=nbytes_hint)
+        nbytes = self._store.put(key, source, nbytes_hint=nbytes_hint, replacing=replacing)
         self.after_put(key)
         if fails:
             raise Unavailable("told to fail, but it is done")
@@ -407,6 +412,9 @@ class Recording:
         return self._store.abort_uploads(older_than_seconds)
 
     def delete(self, keys) -> None:
+        raise AssertionError("a ledger deletes nothing")
+
+    def remove(self, key, version) -> None:
         raise AssertionError("a ledger deletes nothing")
 
     def probe(self) -> None:
@@ -470,8 +478,8 @@ def test_an_attempt_that_is_superseded_between_its_puts_stops(store: Store, ledg
     upload(store, id, older)
 
     class Overtaken(Recording):
-        def put(self, key: str, source: Source, *, nbytes_hint: int | None = None) -> int:
-            nbytes = super().put(key, source, nbytes_hint=nbytes_hint)
+        def put(self, key: str, source: Source, *, nbytes_hint: int | None = None, replacing: str | None = None) -> int:
+            nbytes = super().put(key, source, nbytes_hint=nbytes_hint, replacing=replacing)
             save(store, "step-1", 2)
             return nbytes
 
@@ -480,6 +488,83 @@ def test_an_attempt_that_is_superseded_between_its_puts_stops(store: Store, ledg
         Ledger(overtaken).commit(id, older, PICKLE)
     assert len(overtaken.puts) == 1
     assert ledger.find(id).accepted_us == 2
+
+
+def held(store: Store, meanwhile: Callable[[], object]) -> Watched:
+    """A store whose first put of a `.metadata` is held, by whoever knows what, until something else has happened."""
+
+    def before(call: str, key: str) -> None:
+        if call == "put" and key.endswith("/.metadata") and watched.before is before:
+            watched.before = lambda _call, _key: None
+            meanwhile()
+
+    watched = Watched(store, before)
+    return watched
+
+
+@pytest.mark.parametrize("there", ["nothing", "an older one", "a stock one"])
+def test_an_attempt_that_is_held_before_its_last_put_does_not_replace_a_newer_one(
+    root: Path, store: Store, ledger: Ledger, there: str
+) -> None:
+    if there == "a stock one":
+        save_stock(root, "step-1")
+    elif there == "an older one":
+        save(store, "step-1", 1)
+    id = CheckpointId.parse("step-1")
+    older = contents(id, attempt_at(2))
+    upload(store, id, older)
+    newer: list[Manifest] = []
+    with pytest.raises(WrongPhase, match="superseded"):
+        Ledger(held(store, lambda: newer.append(save(store, "step-1", 3)))).commit(id, older, PICKLE)
+    entry = ledger.find(id)
+    assert entry.attempt == newer[0].summary.attempt
+    assert ledger.manifest(entry) == newer[0]
+
+
+def test_an_attempt_that_is_held_while_an_older_one_is_put_is_committed_again(root: Path, store: Store, ledger: Ledger) -> None:
+    id = CheckpointId.parse("step-1")
+    meanwhile: list[Callable[[], object]] = [
+        lambda: save(store, "step-1", 1),
+        lambda: store.delete([metadata_key(id)]),
+        lambda: save_stock(root, "step-1"),
+    ]
+    for us, happens in enumerate(meanwhile, start=2):
+        manifest = contents(id, attempt_at(us))
+        upload(store, id, manifest)
+        slow = Ledger(held(store, happens))
+        with pytest.raises(Unavailable, match="commit it again"):
+            slow.commit(id, manifest, PICKLE)
+        slow.commit(id, manifest, PICKLE)
+        assert ledger.manifest(ledger.find(id)) == manifest
+
+
+def test_a_last_put_that_is_sent_twice_because_its_answer_was_lost_is_a_commit(store: Store, ledger: Ledger) -> None:
+    id = CheckpointId.parse("step-1")
+    save(store, "step-1", 1)
+    manifest = contents(id, attempt_at(2))
+    upload(store, id, manifest)
+
+    class SentTwice(Recording):
+        def put(self, key: str, source: Source, *, nbytes_hint: int | None = None, replacing: str | None = None) -> int:
+            super().put(key, source, nbytes_hint=nbytes_hint, replacing=replacing)
+            return super().put(key, source, nbytes_hint=nbytes_hint, replacing=replacing)
+
+    twice = SentTwice(store)
+    Ledger(twice).commit(id, manifest, PICKLE)
+    assert twice.puts[2:] == ["step-1/.metadata"] * 2
+    assert ledger.manifest(ledger.find(id)) == manifest
+
+
+def test_with_only_new_what_came_after_the_last_look_is_not_replaced(store: Store, ledger: Ledger) -> None:
+    id = CheckpointId.parse("step-1")
+    manifest = contents(id, attempt_at(2))
+    upload(store, id, manifest)
+    slow = Ledger(held(store, lambda: save(store, "step-1", 1)))
+    with pytest.raises(Unavailable, match="commit it again"):
+        slow.commit(id, manifest, PICKLE, only_new=True)
+    with pytest.raises(InvalidRequest, match="durable already"):
+        slow.commit(id, manifest, PICKLE, only_new=True)
+    assert ledger.find(id).accepted_us == 1
 
 
 def test_a_newer_attempt_and_a_stock_checkpoint_are_replaced(root: Path, store: Store, ledger: Ledger) -> None:

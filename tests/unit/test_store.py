@@ -20,6 +20,7 @@ class Faulty:
     """A Store that raises what it is told before it answers."""
 
     url = "faulty://"
+    conditional = True
 
     def __init__(self, *failures: CkptdError) -> None:
         self.failures = list(failures)
@@ -30,8 +31,8 @@ class Faulty:
         if self.failures:
             raise self.failures.pop(0)
 
-    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None) -> int:
-        self._fail(f"put {key} {nbytes_hint}")
+    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None, replacing: str | None = None) -> int:
+        self._fail(f"put {key} {nbytes_hint} {replacing}")
         return sum(len(piece) for piece in source())
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
@@ -54,6 +55,9 @@ class Faulty:
     def delete(self, keys: Iterable[str]) -> None:
         self._fail(f"delete {sorted(keys)}")
 
+    def remove(self, key: str, version: str) -> None:
+        self._fail(f"remove {key} {version}")
+
     def probe(self) -> None:
         self._fail("probe")
 
@@ -64,9 +68,10 @@ CALLS: list[Callable[[Retrying], object]] = [
     lambda store: store.children("a"),
     lambda store: store.abort_uploads(1.5),
     lambda store: store.delete(key for key in "ab"),
+    lambda store: store.remove("a", "version"),
     lambda store: store.probe(),
 ]
-NAMES = ["get", "list", "children", "abort_uploads", "delete", "probe"]
+NAMES = ["get", "list", "children", "abort_uploads", "delete", "remove", "probe"]
 
 
 @pytest.mark.parametrize("call", CALLS, ids=NAMES)
@@ -102,8 +107,8 @@ def test_a_put_is_not_tried_again_because_only_its_caller_has_a_fresh_name() -> 
     store = Retrying(faulty, sleep=lambda _: pytest.fail("slept"))
     with pytest.raises(Unavailable):
         store.put("a", lambda: [b"1"])
-    assert store.put("a", lambda: [b"12"], nbytes_hint=2) == 2
-    assert faulty.calls == ["put a None", "put a 2"]
+    assert store.put("a", lambda: [b"12"], nbytes_hint=2, replacing="version") == 2
+    assert faulty.calls == ["put a None None", "put a 2 version"]
 
 
 def test_a_listing_that_is_tried_again_does_not_repeat_itself() -> None:

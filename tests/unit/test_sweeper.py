@@ -234,6 +234,34 @@ def test_a_damaged_one_that_is_saved_again_while_it_is_being_deleted_stays(root:
     assert whole(store, "a")
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("by", ["us", "stock"])
+def test_a_deletion_that_is_held_before_it_takes_metadata_away_does_not_take_a_newer_one(
+    root: Path, store: Store, by: str, pinned: bool
+) -> None:
+    save(store, "a", 1)
+    if pinned:
+        Ledger(store).pin(an_id("a"))
+
+    def held(call: str, key: str) -> None:
+        if (call, key) == ("delete", "a/.metadata"):
+            watched.before = lambda _call, _key: None
+            age(root, 60.0)  # so long that a commit thinks nothing of the tombstone
+            if by == "us":
+                save(store, "a", 2)
+            else:
+                save_stock(store, "a", {"__0_0.distcp": b"new"})
+
+    watched = Watched(store, before=held)
+    ledger = Ledger(watched)
+    with pytest.raises(WrongPhase, match="saved again"):
+        Sweeper(watched, ledger).delete(ledger.find(an_id("a")))
+    now = ledger.find(an_id("a"))
+    assert now.pinned == pinned
+    assert now.save_id is None if by == "stock" else now.accepted_us == 2
+    assert of_kind(root, ".deleted") == []
+
+
 def test_a_deletion_that_takes_too_long_gives_up(root: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     save(store, "a", 1)
     before = files(root)

@@ -375,13 +375,17 @@ class Seam:
     def url(self) -> str:
         return self.store.url
 
+    @property
+    def conditional(self) -> bool:
+        return self.store.conditional
+
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         self.gets.append((key, start, end))
         self.before_get(key)
         return self.after_get(key, self.store.get(key, start, end))
 
-    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None) -> int:
-        return self.store.put(key, source, nbytes_hint=nbytes_hint)
+    def put(self, key: str, source: Source, *, nbytes_hint: int | None = None, replacing: str | None = None) -> int:
+        return self.store.put(key, source, nbytes_hint=nbytes_hint, replacing=replacing)
 
     def list(self, prefix: str = "", *, temporary: bool = False) -> Iterator[Object]:
         return self.store.list(prefix, temporary=temporary)
@@ -391,6 +395,9 @@ class Seam:
 
     def delete(self, keys: list[str]) -> None:
         self.store.delete(keys)
+
+    def remove(self, key: str, version: str) -> None:
+        self.store.remove(key, version)
 
     def abort_uploads(self, older_than_seconds: float) -> int:
         return self.store.abort_uploads(older_than_seconds)

@@ -4,8 +4,9 @@ Also runs alone, as ``python -m ckptd_worker.train``. It promises that
 
 - it goes on from ``RUN/latest`` whatever the number of workers was and is now: they share
   one global batch per step, which depends on the step alone;
-- it starts afresh only if the daemon says that the run has no checkpoint. A daemon or a
-  store that does not answer is an error, never "no checkpoint";
+- it starts afresh only if the daemons of all workers say that the run has no checkpoint. A daemon
+  or a store that does not answer is an error, never "no checkpoint"; if only some know of one, or
+  of different ones, all look again;
 - it exits 0 only if every checkpoint that it saved (or, with nothing left to do, resumed from)
   has become durable.
 
@@ -29,12 +30,28 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptd_client import DaemonStorageReader, DaemonStorageWriter, NotFound, wait
+from ckptd_client import (
+    DaemonStorageReader,
+    DaemonStorageWriter,
+    LeaseLost,
+    NotFound,
+    Unavailable,
+    WrongPhase,
+    daemon_address,
+    introduce,
+    wait,
+)
 from ckptd_worker.model import GPT
 from ckptd_worker.text import VOCABULARY, corpus, global_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+#: How often to look for a checkpoint, or to load it, while nodes come and go; and the pause between two tries.
+TRIES = 6
+PAUSE_SECONDS = 2.0
+#: What another try may mend: ranks that found different checkpoints, one that was saved again or lost a holder meanwhile.
+PASSING = (WrongPhase, LeaseLost, NotFound, Unavailable)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -97,21 +114,50 @@ def reasons(error: CheckpointException) -> str:
     return "; ".join(dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause in causes))
 
 
-def look_for_checkpoint(run: str) -> tuple[str, int]:
-    """Rank 0 asks whether `run` has a checkpoint and tells all: "found", "none", or why that is not known.
+def on_all_ranks(call: Callable[[], str]) -> tuple[list[str], tuple[str, int] | None]:
+    """What a call gives on each rank; and if it fails anywhere why, with the exit status to end with, which is the CLI's."""
+    answer: tuple[str, tuple[str, int] | None]
+    try:
+        answer = call(), None
+    except Exception as error:  # noqa: BLE001 - all ranks have to hear of it: they would wait otherwise
+        answer = "", (f"{type(error).__name__}: {error}", getattr(error, "exit_status", 1))
+    answers = [answer] * dist.get_world_size()
+    dist.all_gather_object(answers, answer)
+    return [value for value, _ in answers], next((failure for _, failure in answers if failure is not None), None)
 
-    With it comes the exit status to end with in that last case, which is the CLI's.
+
+def look_for_checkpoint(run: str) -> tuple[str, int]:
+    """Whether `run` has a checkpoint, the same on all ranks: "found", "none", or why that is not known.
+
+    With it comes the exit status to end with in that last case.
     """
-    answer = [("found", 0)]
-    if dist.get_rank() == 0:
+
+    def meet() -> str:
+        introduce(addresses)
+        return ""
+
+    def look() -> str:
         try:
             DaemonStorageReader(f"{run}/latest").read_metadata()
         except NotFound:
-            answer = [("none", 0)]
-        except Exception as error:  # noqa: BLE001 - whatever it is, it does not mean that there is none
-            answer = [(f"{type(error).__name__}: {error}", getattr(error, "exit_status", 1))]
-    dist.broadcast_object_list(answer, src=0)
-    return answer[0]
+            return "none"
+        except Unavailable as error:
+            return f"{type(error).__name__}: {error}"
+        return "found"
+
+    addresses, failure = on_all_ranks(daemon_address)
+    _, failure = on_all_ranks(meet) if failure is None else ([], failure)
+    answers: set[str] = set()
+    for _ in range(TRIES):
+        some, failure = on_all_ranks(look) if failure is None else ([], failure)
+        if failure is not None:
+            return failure
+        answers = set(some)
+        if answers in ({"found"}, {"none"}):
+            return some[0], 0
+        time.sleep(PAUSE_SECONDS)
+    away = answers - {"found", "none"}
+    return min(away, default="the daemons of some workers know of a checkpoint, and those of others do not: give them --peer"), 3
 
 
 def resume(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, run: str) -> int:
@@ -181,16 +227,21 @@ def train(options: argparse.Namespace) -> int:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     text = corpus()
 
+    first = 0
     found, status = look_for_checkpoint(options.run)
     if found == "none":
         say(f"run {options.run} has no checkpoint: starting afresh at {dist.get_world_size()} workers")
-        first = 0
     elif found == "found":
-        try:
-            first = resume(model, optimizer, options.run)
-        except CheckpointException as error:
-            complain(f"cannot resume {options.run}: {reasons(error)}")
-            return 1
+        for tries_left in reversed(range(TRIES)):
+            try:
+                first = resume(model, optimizer, options.run)
+                break
+            except CheckpointException as error:
+                if not tries_left or not all(isinstance(cause, PASSING) for cause, _ in error.failures.values()):
+                    complain(f"cannot resume {options.run}: {reasons(error)}")
+                    return 1
+                say(f"looking for {options.run}/latest again: {reasons(error)}")
+                time.sleep(PAUSE_SECONDS)
     else:
         complain(f"cannot tell whether run {options.run} has a checkpoint, so not starting: {found}")
         return status

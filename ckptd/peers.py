@@ -1,0 +1,276 @@
+"""The daemons of other nodes: who is known, who is gone, and calls to them.
+
+Peers are known from ``--peer``, from receipts, from what readers bring, and from those that call.
+Promises: every call has a deadline, and every error names the peer; one that cannot be reached is
+not waited for again within a second. Keeps no truth: what a peer says is a hint about what it holds.
+Lives on the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any, Final, TypeVar, cast
+
+import grpc
+
+from ckptd import errors
+from ckptd.v1.peer_pb2 import WatchRequest
+from ckptd.v1.peer_pb2_grpc import PeerStub
+
+log = logging.getLogger(__name__)
+
+#: Metadata key under which a caller tells its own address.
+PEER_KEY: Final = "ckptd-peer"
+#: Metadata key under which a caller tells of others, by their addresses, with commas between them.
+INTRODUCES_KEY: Final = "ckptd-introduces"
+#: Trailing metadata key that carries the kind of an error.
+KIND_KEY: Final = "ckptd-kind"
+#: How long a peer may take to answer what costs it nothing.
+ANSWER_SECONDS: Final = 3.0
+#: One that could not be reached is asked again after this time, later and later.
+AGAIN_SECONDS: Final = 1.0
+LONGEST_AGAIN_SECONDS: Final = 15.0
+#: Known by nobody's configuration and gone for so long: forgotten.
+FORGET_SECONDS: Final = 600.0
+#: Names of peers are looked up so often.
+LOOK_UP_SECONDS: Final = 20.0
+#: A record has about a hundred bytes per rank.
+MESSAGE_NBYTES: Final = 64 * 1024 * 1024
+_TRY_SECONDS: Final = 0.2
+#: Calls on a channel that was replaced may go on for so long.
+_CLOSING_SECONDS: Final = 30.0
+#: After a failure gRPC refuses calls for as long as it waits with the next connection: see `max_reconnect_backoff_ms`.
+_REFUSED_SECONDS: Final = 1.5
+_OPTIONS: Final = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", MESSAGE_NBYTES),
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # This is also how long one attempt to connect may take.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # A new channel to a peer that is back must not share what the old one knows of it.
+    ("grpc.use_local_subchannel_pool", 1),
+    # A peer that was cut off is noticed while a call waits for it.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+
+Reply = TypeVar("Reply")
+
+
+class Peers:
+    """`own`: this daemon's address for others, "" if it has none. `configured`: addresses given by the operator."""
+
+    def __init__(self, own: str, *, configured: Sequence[str] = (), credentials: grpc.ChannelCredentials | None = None) -> None:
+        self.own = own
+        self.configured = tuple(address for address in configured if address != own)
+        self._credentials = credentials
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._known: dict[str, None] = dict.fromkeys(self.configured)
+        self._closing: set[asyncio.Future[None]] = set()
+        self._met: set[str] = set()
+        #: When a call to it failed first since the last that worked, and when last; both monotonic.
+        self._gone: dict[str, tuple[float, float]] = {}
+
+    # -- who --------------------------------------------------------------------------------
+
+    @property
+    def known(self) -> list[str]:
+        """Addresses of all peers, reachable or not."""
+        return list(self._known)
+
+    def called(self, address: str) -> None:
+        """The daemon at this address has called, or somebody has just spoken to it: it is there."""
+        self.learn([address])
+        self._met.add(address)
+        if self._gone.pop(address, None) is not None and (stale := self._channels.pop(address, None)) is not None:
+            # That one may wait a second before it connects again, and refuses calls until then.
+            closing = asyncio.ensure_future(stale.close(_CLOSING_SECONDS))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    def met(self, address: str) -> bool:
+        """Whether there ever was a daemon at this address, as far as is known."""
+        return address in self._met or address not in self.configured
+
+    def learn(self, addresses: Iterable[str]) -> None:
+        """There are daemons at these addresses; "" and the own one are fine."""
+        for address in addresses:
+            if address and address != self.own:
+                self._known.setdefault(address)
+
+    def gone_seconds(self, address: str) -> float:
+        """For how long it has not been reached, though tried; 0 if it answered last time."""
+        return time.monotonic() - self._gone[address][0] if address in self._gone else 0.0
+
+    def reachable(self) -> list[str]:
+        """Those that are worth a call: not the ones that failed a moment ago, the later again the longer they have been gone."""
+        now = time.monotonic()
+        for address, (since, _) in list(self._gone.items()):
+            if now - since > FORGET_SECONDS and address not in self.configured:
+                self._known.pop(address, None)
+        return [address for address in self._known if address not in self._gone or self._is_due(*self._gone[address], now)]
+
+    async def look_up_forever(self) -> None:
+        """Finds out from time to time which addresses lie behind the names that the operator gave."""
+        names = [address for address in self.configured if not _is_numeric(address)]
+        await self.ask(self.known, "know of this node", lambda stub: stub.Watch(WatchRequest()))
+        while names:
+            for address in names:
+                try:
+                    found = await behind(address)
+                except OSError as exc:
+                    log.debug("%s is not known: %s", address, exc)
+                    continue
+                if len(found) > 1:  # each daemon behind it is a peer of its own
+                    self._known.pop(address, None)
+                    self.learn(found)
+            await asyncio.sleep(LOOK_UP_SECONDS)
+        await asyncio.Event().wait()
+
+    # -- calls ------------------------------------------------------------------------------
+
+    async def call(
+        self,
+        address: str,
+        doing: str,
+        make: Callable[[Any], Awaitable[Reply]],
+        seconds: float = ANSWER_SECONDS,
+        *,
+        patience_seconds: float = 0.0,
+    ) -> Reply:
+        """One call: ``make`` gets the peer's stub. Raises what the peer raised, or Unavailable; both name it.
+
+        `patience_seconds`: so long it is tried again to reach a peer that may just be starting; then calling twice must be harmless.
+        """
+        until = time.monotonic() + patience_seconds
+        while True:
+            try:
+                reply = await asyncio.wait_for(make(self._stub(address)), seconds)
+            except (grpc.aio.AioRpcError, TimeoutError) as exc:
+                failure = self._failed(address, doing, exc)
+                if not (isinstance(failure, errors.Unavailable) and address in self._gone) or time.monotonic() >= until:
+                    raise failure from exc
+            else:
+                self._gone.pop(address, None)
+                self._met.add(address)
+                return reply
+            await asyncio.sleep(_TRY_SECONDS)
+
+    async def ask(
+        self, addresses: Iterable[str], doing: str, make: Callable[[Any], Awaitable[Reply]], seconds: float = ANSWER_SECONDS
+    ) -> dict[str, Reply]:
+        """The same call to many at the same time; who does not answer well is left out, with a line in the log."""
+
+        async def one(address: str) -> tuple[str, Reply | None]:
+            try:
+                return address, await self.call(address, doing, make, seconds)
+            except errors.CkptdError as exc:
+                log.debug("%s", exc)
+                return address, None
+
+        found = await asyncio.gather(*(one(address) for address in dict.fromkeys(addresses) if address != self.own))
+        return {address: reply for address, reply in found if reply is not None}
+
+    async def introduce(self, addresses: Iterable[str]) -> None:
+        """Tells each of these daemons of the others, as far as they can be reached."""
+        others = sorted({address for address in addresses if address})
+        introduction = (INTRODUCES_KEY, ",".join(others))
+        await self.ask(others, "learn of other daemons", lambda stub: stub.Watch(WatchRequest(), introduction))
+
+    async def stream(self, address: str, doing: str, make: Callable[[Any], Any], stall_seconds: float) -> AsyncIterator[Any]:
+        """The replies of a streaming call; a pause of more than `stall_seconds` between two ends it with Unavailable.
+
+        Calling twice must be harmless: a peer that refuses may be back already, and is tried again for a moment.
+        """
+        until, begun = time.monotonic() + _REFUSED_SECONDS, False
+        while True:
+            call = make(self._stub(address))
+            try:
+                while (reply := await asyncio.wait_for(call.read(), stall_seconds)) is not _EOF:
+                    self._gone.pop(address, None)
+                    begun = True
+                    yield reply
+                return
+            except (grpc.aio.AioRpcError, TimeoutError) as exc:
+                failure = self._failed(address, doing, exc)
+                refused = isinstance(failure, errors.Unavailable) and address in self._gone and not isinstance(exc, TimeoutError)
+                if begun or not refused or time.monotonic() >= until:
+                    raise failure from exc
+            finally:
+                call.cancel()
+            await asyncio.sleep(_TRY_SECONDS)
+
+    async def close(self) -> None:
+        """Ends all channels."""
+        for closing in self._closing:
+            closing.cancel()
+        for channel in self._channels.values():
+            await channel.close(None)
+
+    @staticmethod
+    def _is_due(since: float, last: float, now: float) -> bool:
+        """Whether one that has been gone `since` and was tried `last` is worth another try: when it is back it calls, as a rule."""
+        return now - last >= min(max(AGAIN_SECONDS, (last - since) / 2), LONGEST_AGAIN_SECONDS)
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _stub(self, address: str) -> Any:
+        if address not in self._channels:
+            self._channels[address] = (
+                grpc.aio.insecure_channel(address, options=_OPTIONS)
+                if self._credentials is None
+                else grpc.aio.secure_channel(address, self._credentials, options=_OPTIONS)
+            )
+        return _Calling(cast("Any", PeerStub)(self._channels[address]), self.own)
+
+    def _failed(self, address: str, doing: str, exc: Exception) -> errors.CkptdError:
+        if isinstance(exc, grpc.aio.AioRpcError):
+            for key, value in cast("Any", exc.trailing_metadata() or ()):
+                if key == KIND_KEY:  # it answered
+                    self._gone.pop(address, None)
+                    kind = errors.TABLE.get(value.decode() if isinstance(value, bytes) else value, errors.CkptdError)
+                    return kind(f"the ckptd daemon at {address}: {exc.details()}")
+            how = f"cannot be reached ({exc.details() or exc.code().name})"
+        else:
+            how = "does not answer"
+        now = time.monotonic()
+        self._gone[address] = (self._gone.get(address, (now, now))[0], now)
+        return errors.Unavailable(f"the ckptd daemon at {address} {how}: it was asked to {doing}")
+
+
+_EOF: Final[object] = cast("Any", grpc.aio).EOF
+
+
+async def behind(address: str) -> list[str]:
+    """The numeric addresses behind a HOST:PORT. Raises OSError."""
+    host, _, port = address.rpartition(":")
+    found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    hosts = dict.fromkeys(str(one[4][0]) for one in found)
+    return [f"[{one}]:{port}" if ":" in one else f"{one}:{port}" for one in hosts]
+
+
+def _is_numeric(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address.rpartition(":")[0].strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+class _Calling:
+    """A stub whose calls say who calls."""
+
+    def __init__(self, stub: Any, own: str) -> None:
+        self._stub = stub
+        self._metadata = ((PEER_KEY, own),) if own else ()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._stub, name)
+        return lambda request, *metadata: method(request, metadata=(*self._metadata, *metadata))

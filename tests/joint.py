@@ -1,0 +1,98 @@
+"""Saves and loads of one checkpoint through several daemons, one rank each, in one process: DCP's own steps, in DCP's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+from ckptd_client import CkptdError, DaemonStorageReader, DaemonStorageWriter
+from client.states import assert_equal, blank
+
+
+def part(value: int, rank: int, numel: int = 10_000) -> dict[str, Any]:
+    """What one rank saves: every bit depends on the value and the rank."""
+    whole = torch.arange(numel, dtype=torch.int32) + 1000 * value + rank
+    return {f"r{rank}": {"w": whole, "h": whole[:99].to(torch.bfloat16), "empty": torch.zeros(0, rank), "value": value}}
+
+
+def state(value: int, world: int, numel: int = 10_000) -> dict[str, Any]:
+    """What all ranks together save."""
+    return {key: there for rank in range(world) for key, there in part(value, rank, numel).items()}
+
+
+class Save:
+    """One save by as many ranks as there are addresses; rank 0 coordinates."""
+
+    def __init__(self, addresses: Sequence[str], id: str, value: int, numel: int = 10_000, **options: Any) -> None:
+        self.writers = [DaemonStorageWriter(id, address=address, **options) for address in addresses]
+        self.value, self.numel = value, numel
+
+    def write(self) -> None:
+        """Everything up to and without the commit: all shards are sealed then."""
+        self.planners = [DefaultSavePlanner() for _ in self.writers]
+        plans = []
+        for rank, (writer, planner) in enumerate(zip(self.writers, self.planners, strict=True)):
+            writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
+            planner.set_up_planner(part(self.value, rank, self.numel), writer.storage_meta(), rank == 0)
+            plans.append(writer.prepare_local_plan(planner.create_local_plan()))
+        plans, self.metadata = self.planners[0].create_global_plan(plans)
+        plans = self.writers[0].prepare_global_plan(plans)
+        self.results = [
+            writer.write_data(planner.finish_plan(plan), planner).value()
+            for writer, planner, plan in zip(self.writers, self.planners, plans, strict=True)
+        ]
+
+    def finish(self) -> None:
+        """The commit: when it returns, the checkpoint is accepted."""
+        self.writers[0].finish(self.metadata, self.results)
+
+
+def save(
+    addresses: Sequence[str], id: str, value: int, numel: int = 10_000, *, between: Callable[[], None] = lambda: None, **options: Any
+) -> None:
+    """A whole save; `between` runs when all is sealed and nothing committed."""
+    one = Save(addresses, id, value, numel, **options)
+    one.write()
+    between()
+    one.finish()
+
+
+def load(address: str, id: str, world: int, numel: int = 10_000) -> int:
+    """The value that the checkpoint holds, after comparing all of it. Raises what DCP raises."""
+    found = blank(state(0, world, numel))
+    dcp.load(found, storage_reader=DaemonStorageReader(id, address=address), no_dist=True)
+    assert_equal(found, state(found["r0"]["value"], world, numel))
+    return int(found["r0"]["value"])
+
+
+def load_together(addresses: Sequence[str], id: str, world: int, numel: int = 10_000) -> list[int | CkptdError]:
+    """One rank per address, each loads all of it at the same time: the value that each found, or why it failed.
+
+    Raises what fails before the first byte is read.
+    """
+    readers = [DaemonStorageReader(id, address=address) for address in addresses]
+    planners = [DefaultLoadPlanner() for _ in addresses]
+    states = [blank(state(0, world, numel)) for _ in addresses]
+    plans = []
+    for rank, (reader, planner, into) in enumerate(zip(readers, planners, states, strict=True)):
+        metadata = reader.read_metadata()
+        planner.set_up_planner(into, metadata, rank == 0)
+        reader.set_up_storage_reader(metadata, rank == 0)
+        plans.append(reader.prepare_local_plan(planner.create_local_plan()))
+    plans = readers[0].prepare_global_plan(planners[0].create_global_plan(plans))
+
+    def read(rank: int) -> int | CkptdError:
+        try:
+            readers[rank].read_data(planners[rank].finish_plan(plans[rank]), planners[rank]).wait()
+        except CkptdError as error:
+            return error
+        assert_equal(states[rank], state(states[rank]["r0"]["value"], world, numel))
+        return int(states[rank]["r0"]["value"])
+
+    with ThreadPoolExecutor(len(addresses)) as threads:
+        return list(threads.map(read, range(len(addresses))))
