@@ -118,6 +118,8 @@ class Backlog:
         self.duties: dict[str, Duty] = {}
         #: Ranks whose shards were not in the store when an attempt was looked at last.
         self.missing: dict[str, frozenset[int]] = {}
+        #: Told of attempts of which the store shows that all participants have accepted them.
+        self.proved: Callable[[str], None] = lambda _: None
         #: Told of what is in the store, and others wait for: the committer for shards, everybody for `.metadata`.
         self.tell: Tell = _nobody
         #: Told of every checkpoint that becomes durable.
@@ -135,7 +137,7 @@ class Backlog:
     @property
     def busy(self) -> bool:
         """Something accepted is still on its way to the store."""
-        return bool(self.catalog.to_flush() or self._stops)
+        return bool(self.catalog.on_their_way() or self._stops)
 
     def next(self) -> Attempt | None:
         """The oldest attempt whose turn has come: one that waits to be tried again holds up no other."""
@@ -153,8 +155,15 @@ class Backlog:
 
     def nudge(self, name: str) -> None:
         """Something has happened to an attempt that waits for other nodes: it is looked at now."""
-        if name in self.missing:
-            self._retries[name].not_before = 0.0
+        if name in self.missing and (retry := self._retries.get(name)) is not None:
+            retry.not_before = 0.0
+
+    def forget(self, name: str) -> None:
+        """Nothing is done for the attempt any more."""
+        if name not in self._stops:
+            self.recovered.discard(name)
+            for notes in (self._retries, self.duties, self.missing):
+                notes.pop(name, None)
 
     def stop(self, name: str) -> None:
         """Tells the flush of an attempt to end soon; fine if there is none."""
@@ -184,6 +193,11 @@ class Backlog:
         started = time.monotonic()
         loop = asyncio.get_running_loop()
         try:
+            if not attempt.confirmed:
+                if not await loop.run_in_executor(self.threads, self._is_proved, attempt):
+                    retry.soon()
+                    return
+                self.proved(name)
             tried = functools.partial(self._try_joint, self.duties.get(name, Duty()), retry.noted) if attempt.joint else self._try
             stored = await loop.run_in_executor(self.threads, tried, attempt, paths, retry.done, stop)
         except Stopped:
@@ -238,6 +252,14 @@ class Backlog:
             except errors.NotFound:
                 pass
         return self.flusher.flush(attempt.record, paths, done, stop).summary.stored_bytes
+
+    def _is_proved(self, attempt: Attempt) -> bool:
+        """In a thread: whether the store shows that all have accepted the attempt: only who knows it puts parts."""
+        if parts.listed(self.flusher.store, attempt.id, attempt.name):
+            return True
+        with suppress(errors.NotFound):
+            return self.ledger.find(attempt.id).attempt == attempt.name
+        return False
 
     def _try_joint(
         self, duty: Duty, noted: set[str], attempt: Attempt, paths: dict[str, Path], done: dict[str, StoredShard], stop: threading.Event

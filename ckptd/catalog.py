@@ -11,6 +11,7 @@ kept as long as nothing else needs their memory; `victims` says in which order t
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -20,6 +21,7 @@ from ckptd.model import CheckpointId
 from ckptd.v1.daemon_pb2 import Checkpoint
 from ckptd.v1.manifest_pb2 import Receipt, Record
 
+ATTEMPT = re.compile(r"[0-9a-f]{24}")
 #: How many ended attempts are remembered for `list` and `wait`.
 REMEMBERED = 256
 #: How many troubles one warning tells of.
@@ -155,14 +157,19 @@ class Catalog:
 
     def learn(self, run: str, attempt: str) -> None:
         """An attempt of the run exists somewhere: later ones must be newer."""
-        self.newest[run] = max(attempt, self.newest.get(run, ""))
+        if ATTEMPT.fullmatch(attempt):  # others may say anything
+            self.newest[run] = max(attempt, self.newest.get(run, ""))
 
     # -- becoming durable -------------------------------------------------------------------
 
+    def on_their_way(self) -> list[Attempt]:
+        """What is to become durable and is not yet."""
+        return [a for a in self.attempts.values() if a.pending and a.record.durable and a.intact]
+
     def to_flush(self) -> list[Attempt]:
         """What still has to become durable, the oldest first."""
-        pending = [a for a in self.attempts.values() if a.pending and a.record.durable and a.intact and a.confirmed]
-        return sorted(pending, key=lambda attempt: attempt.name)
+        # What others have yet to accept is looked at only if nobody can be asked whether they have.
+        return sorted((a for a in self.on_their_way() if a.confirmed or a.doubtful), key=lambda attempt: attempt.name)
 
     def flushed(self, name: str, stored_bytes: int) -> list[Effect]:
         attempt = self.attempts[name]
@@ -202,7 +209,8 @@ class Catalog:
         if not attempt.pending:
             return []
         attempt.state, attempt.reason = Checkpoint.LOST, reason
-        self.trouble(name, f"checkpoint {attempt.id} is lost: {reason}")
+        if attempt.confirmed:  # else nobody was told that it was saved
+            self.trouble(name, f"checkpoint {attempt.id} is lost: {reason}")
         return [StopFlush(name)]
 
     def found(self, name: str) -> None:
@@ -288,7 +296,7 @@ class Catalog:
         return self.attempts.get(self.bound.get(token, ""))
 
     def newest_of(self, checkpoint: CheckpointId, *, restorable: bool = True) -> Attempt | None:
-        candidates = [a for a in self.attempts.values() if a.id == checkpoint and (a.restorable or not restorable)]
+        candidates = [a for a in self.attempts.values() if a.id == checkpoint and a.confirmed and (a.restorable or not restorable)]
         return max(candidates, key=lambda attempt: attempt.name, default=None)
 
     def latest(self, run: str) -> Attempt | None:

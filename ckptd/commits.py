@@ -149,16 +149,17 @@ class Commits:
             )
         raise failed[0]
 
-    async def _abandon(self, attempt: str, others: dict[str, str], reason: str) -> bool:
+    async def _abandon(self, attempt: str, others: dict[str, str], reason: str, *, deleted: bool = False) -> bool:
         """Tells all participants; whether all have heard."""
-        request = AbandonRequest(attempt=attempt, reason=reason)
+        self._note_abandoned(attempt, reason)
+        request = AbandonRequest(attempt=attempt, reason=reason, deleted=deleted)
         heard = await self.peers.ask(others.values(), f"abandon attempt {attempt}", lambda stub: stub.Abandon(request))
         return len(heard) == len(others)
 
     async def give_up(self, record: Record, reason: str) -> bool:
         """The attempt was deleted: the other participants are told; whether all have heard."""
         others = {node: address for node, address in participants(record).items() if node != self.node.name}
-        return await self._abandon(record.summary.attempt, others, reason)
+        return await self._abandon(record.summary.attempt, others, reason, deleted=True)
 
     async def _each(self, others: dict[str, str], make: Callable[[str, Any], Awaitable[Any]], doing: str, seconds: float) -> dict[str, Any]:
         """The same call to all participants at once: by node, the reply or the error."""
@@ -196,6 +197,7 @@ class Commits:
         if request.metadata.token not in self.node.arena:
             await self._fetch_pickle(checkpoint, request.metadata)
             binding.check_held(self.node.catalog, checkpoint, request.shards)
+        newest = max(newest, self.node.catalog.newest.get(checkpoint.run, ""))
         return PrepareReply(newest=newest, store=self.node.ledger.url, node_local=self.node_local)
 
     async def _fetch_pickle(self, checkpoint: CheckpointId, receipt: Receipt) -> None:
@@ -233,6 +235,7 @@ class Commits:
         newer = [a for a in catalog.attempts.values() if a.id == checkpoint and a.name > name and a.state != Checkpoint.ABORTED]
         if newer:
             raise errors.WrongPhase(f"{checkpoint}: attempt {name} is older than attempt {newer[0].name}, which this node has accepted")
+        binding.check_stops_nothing(catalog, checkpoint, durable=record.durable)
         own = own_tokens(record, catalog.node)
         binding.check_held(catalog, checkpoint, [receipt for receipt in record.shards if receipt.token in own])
         binding.check_held(catalog, checkpoint, [record.metadata], metadata=True)
@@ -243,24 +246,34 @@ class Commits:
         """All participants have accepted the attempt: from here on it supersedes older ones."""
         attempt = self.node.catalog.attempts.get(name)
         if attempt is not None and attempt.pending and not attempt.confirmed:
-            self.node.confirm(attempt)
+            try:
+                self.node.confirm(attempt)
+            except errors.CkptdError as exc:  # the next who says it lets it be tried again
+                log.warning("%s was accepted by all nodes, and that cannot be noted yet: %s", attempt.id, exc)
+                return
             self.accepted(attempt)
 
-    def abandon(self, name: str, reason: str) -> None:
-        """The attempt was not accepted, or was deleted: it goes, unless it is durable. One that is not known yet will not be adopted."""
+    def abandon(self, name: str, reason: str, *, deleted: bool) -> None:
+        """The attempt was not accepted, or was `deleted`: it goes, unless it is durable. One that is not known yet will not be adopted."""
         attempt = self.node.catalog.attempts.get(name)
+        self._note_abandoned(name, reason)
+        if attempt is None:
+            return
+        if attempt.state != Checkpoint.DURABLE or deleted:
+            attempt.was_durable = attempt.state == Checkpoint.DURABLE
+            log.warning("attempt %s of %s is abandoned: %s", name, attempt.id, reason)
+            self.node.apply(self.node.catalog.aborted(name, reason))
+
+    def _note_abandoned(self, name: str, reason: str) -> None:
         self._abandoned[name] = reason
         for oldest in list(self._abandoned)[:-REMEMBERED]:
             del self._abandoned[oldest]
-        if attempt is None:
-            return
-        if attempt.state != Checkpoint.DURABLE:
-            log.warning("attempt %s of %s is abandoned: %s", name, attempt.id, reason)
-            self.node.apply(self.node.catalog.aborted(name, reason))
 
     def fate(self, name: str) -> WatchReply.Fate:
         """What has become of an attempt here."""
         attempt = self.node.catalog.attempts.get(name)
+        if attempt is None and name in self._abandoned:
+            return WatchReply.Fate(attempt=name, state=Checkpoint.ABORTED, reason=self._abandoned[name])
         if attempt is None:
             return WatchReply.Fate(attempt=name)
         return WatchReply.Fate(

@@ -138,12 +138,13 @@ def put_together(settings: Settings, store: Store) -> Rooms:
     commits = Commits(node, peers, node_local=is_node_local(store.url) and not settings.shared_store, replicas=settings.replicas)
 
     def accepted(attempt: Attempt) -> None:
-        replicas.begin(attempt)
+        if attempt.confirmed:
+            replicas.begin(attempt)
         watch.begin(attempt)
 
     commits.accepted = watch.taken_over = accepted
     replicas.arrived = watch.look_at
-    watch.confirmed = commits.confirm
+    watch.confirmed = node.backlog.proved = commits.confirm
     upkeep.abandon = commits.give_up
     service = Service(
         node,

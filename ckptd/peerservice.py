@@ -36,7 +36,7 @@ class PeerService(PeerServicer):
         return pb.AdoptReply()
 
     async def Abandon(self, request: pb.AbandonRequest, context: Context) -> pb.AbandonReply:
-        self.commits.abandon(request.attempt, request.reason)
+        self.commits.abandon(request.attempt, request.reason, deleted=request.deleted)
         return pb.AbandonReply()
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> pb.WatchReply:

@@ -79,7 +79,7 @@ class Replicas:
         try:
             await pull(self.peers, receipt.address, receipt.token, [(0, nbytes)], segment.path, self.node.threads)
             await loop.run_in_executor(self.node.memory_threads, read_table, segment.path, receipt)
-            if receipt.token in arena or not _is_wanted(attempt):
+            if receipt.token in arena or not _is_wanted(attempt) or self.node.catalog.attempts.get(attempt.name) is not attempt:
                 arena.drop(segment.token)
                 return
             arena.seal(segment.token, nbytes, name=receipt.token)

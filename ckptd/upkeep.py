@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from typing import TypeVar
 
-from ckptd import errors
-from ckptd.attempt import PENDING, is_joint
+from ckptd import errors, parts
+from ckptd.attempt import is_joint
 from ckptd.ledger import Ledger
 from ckptd.model import CheckpointId
 from ckptd.node import Node
@@ -35,6 +35,9 @@ SWEEP_SECONDS = 3600.0
 RETRY_SECONDS = 60.0
 #: What is collected younger than this could be what a flush of ours has just put: then none may run.
 UPLOAD_SECONDS = 3600.0
+
+#: Of a joint attempt that needs no deleting any more.
+OVER = (Checkpoint.ABORTED, Checkpoint.DURABLE)
 
 T = TypeVar("T")
 
@@ -132,6 +135,8 @@ class Upkeep:
                 # Not before: a deletion that failed must not have thrown a newer save away.
                 self.node.forget(checkpoint)
                 unheard = [record.summary.attempt for record in joint if not await self.abandon(record, "it was deleted")]
+                for record in joint:  # who has not heard finds nothing to commit
+                    await self._run(self._forget_parts, checkpoint, record.summary.attempt)
                 entry = await self._find(checkpoint) if joint else None
                 if entry is not None and entry.attempt in {record.summary.attempt for record in joint}:
                     deleted = await self._run(self.sweeper.delete, entry)  # another node has committed it meanwhile
@@ -167,7 +172,7 @@ class Upkeep:
             changed = asyncio.ensure_future(self.node.changed())
             try:
                 catalog = self.node.catalog
-                pending = catalog.to_flush()
+                pending = catalog.on_their_way()
                 begun = any(catalog.holder(token) is None for token in catalog.shards)
                 if not pending and not begun and not self.node.backlog.flushing():
                     break
@@ -245,7 +250,7 @@ class Upkeep:
         try:
             while alone and backlog.flushing():
                 await self.node.changed()
-            busy = {attempt.id for attempt in self.node.catalog.to_flush()} | self.restore.reading()
+            busy = {attempt.id for attempt in self.node.catalog.on_their_way()} | self.restore.reading()
             return await self._run(
                 lambda: self.sweeper.sweep(run, delete_grace_seconds=grace, orphan_age_seconds=orphan_age, busy=busy, dry_run=dry_run)
             )
@@ -255,7 +260,7 @@ class Upkeep:
 
     def _busy_now(self) -> Callable[[Entry], str]:
         """Why a checkpoint must not go now, as things stand."""
-        saving = {attempt.id for attempt in self.node.catalog.to_flush()}
+        saving = {attempt.id for attempt in self.node.catalog.on_their_way()}
         reading = self.restore.reading()
 
         def why(entry: Entry) -> str:
@@ -279,9 +284,13 @@ class Upkeep:
         over = [one for one in self.node.catalog.attempts.values() if one.id == checkpoint and one.joint]
         found = {one.name: one.record for one in over if one.state != Checkpoint.DURABLE}
         found |= {
-            name: one.record for name, one in seen.items() if one.record is not None and one.state in PENDING and is_joint(one.record)
+            name: one.record for name, one in seen.items() if one.record is not None and one.state not in OVER and is_joint(one.record)
         }
         return list(found.values())
+
+    def _forget_parts(self, checkpoint: CheckpointId, attempt: str) -> None:
+        keys = [key for of_rank in parts.listed(self.sweeper.store, checkpoint, attempt).values() for key in of_rank]
+        self.sweeper.store.delete(keys)
 
     def _let_go(self, checkpoint: CheckpointId) -> None:
         self.node.backlog.held.discard(checkpoint)

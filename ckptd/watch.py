@@ -48,6 +48,8 @@ class Watch:
         #: Told of attempts of which another node knows that all have accepted them.
         self.confirmed: Callable[[str], None] = lambda _: None
         self._seen: dict[str, dict[str, _Seen]] = {}
+        #: Since when each attempt is watched, monotonic.
+        self._since: dict[str, float] = {}
         self._woken = asyncio.Event()
         self._telling: set[asyncio.Task[object]] = set()
         node.backlog.tell = self.tell
@@ -104,19 +106,21 @@ class Watch:
     async def _round(self) -> None:
         watched = self._watched()
         for name in self._seen.keys() - {attempt.name for attempt in watched}:
-            del self._seen[name]
+            del self._seen[name], self._since[name]
+            self.node.backlog.forget(name)
         if not watched:
             return
         now = time.monotonic()
         asked: dict[str, list[Attempt]] = {}
         for attempt in watched:
             for node, address in self._others(attempt).items():
+                self._since.setdefault(attempt.name, now)
                 self._seen.setdefault(attempt.name, {}).setdefault(node, _Seen(None, now))
                 asked.setdefault(address, []).append(attempt)
         for address, attempts, reply in await self._ask(asked):
             for attempt, fate in zip(attempts, reply.fates, strict=False):
                 for node, there in self._others(attempt).items():
-                    if there == address:
+                    if there == address and fate.attempt == attempt.name:
                         self._heard(attempt, node, fate)
         for attempt in watched:
             if attempt.name in self.node.catalog.attempts and (attempt.pending or attempt.state == Checkpoint.LOST):
@@ -124,15 +128,19 @@ class Watch:
 
     def _heard(self, attempt: Attempt, node: str, fate: WatchReply.Fate) -> None:
         """What one node says of an attempt."""
+        if self.node.catalog.attempts.get(attempt.name) is not attempt or not (attempt.pending or attempt.state == Checkpoint.LOST):
+            return  # it has ended, or is durable, since the question was put
         seen = self._seen[attempt.name][node]
         if fate.state == Checkpoint.ABORTED:  # superseded, deleted or abandoned, and so it is for all
             self.node.apply(self.node.catalog.aborted(attempt.name, fate.reason))
-        elif fate.state == Checkpoint.FAILED and seen.fate is None and attempt.name in self.node.backlog.recovered:
+            return
+        if fate.state != Checkpoint.UNKNOWN and not fate.adopted and not attempt.confirmed:
+            self.confirmed(attempt.name)
+        recovering = attempt.name in self.node.backlog.recovered and time.monotonic() - self._since[attempt.name] < LOST_SECONDS
+        if fate.state == Checkpoint.FAILED and seen.fate is None and recovering:
             seen.last = time.monotonic()  # this node has been started since, to try again, and the other has yet to be
         elif _counts(attempt, node, fate):
             self._seen[attempt.name][node] = _Seen(fate, time.monotonic())
-            if not fate.adopted and not attempt.confirmed:
-                self.confirmed(attempt.name)
 
     async def _ask(self, asked: dict[str, list[Attempt]]) -> Iterable[tuple[str, list[Attempt], WatchReply]]:
         async def one(address: str, attempts: list[Attempt]) -> tuple[str, list[Attempt], WatchReply] | None:

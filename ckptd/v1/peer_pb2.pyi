@@ -41,12 +41,14 @@ class AdoptReply(_message.Message):
     def __init__(self) -> None: ...
 
 class AbandonRequest(_message.Message):
-    __slots__ = ("attempt", "reason")
+    __slots__ = ("attempt", "reason", "deleted")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    DELETED_FIELD_NUMBER: _ClassVar[int]
     attempt: str
     reason: str
-    def __init__(self, attempt: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    deleted: bool
+    def __init__(self, attempt: _Optional[str] = ..., reason: _Optional[str] = ..., deleted: bool = ...) -> None: ...
 
 class AbandonReply(_message.Message):
     __slots__ = ()
