@@ -134,7 +134,8 @@ class Upkeep:
                 deleted = Deleted(checkpoint, 0, 0) if entry is None else await self._run(self.sweeper.delete, entry)
                 # Not before: a deletion that failed must not have thrown a newer save away.
                 self.node.forget(checkpoint)
-                unheard = [record.summary.attempt for record in joint if not await self.abandon(record, "it was deleted")]
+                heard = await asyncio.gather(*(self.abandon(record, "it was deleted") for record in joint))
+                unheard = [record.summary.attempt for record, all_heard in zip(joint, heard, strict=True) if not all_heard]
                 for record in joint:  # who has not heard finds nothing to commit
                     await self._run(self._forget_parts, checkpoint, record.summary.attempt)
                 entry = await self._find(checkpoint) if joint else None
@@ -282,7 +283,7 @@ class Upkeep:
             return []
         seen = await self.restore.whereabouts.survey(checkpoint, every=True)
         over = [one for one in self.node.catalog.attempts.values() if one.id == checkpoint and one.joint]
-        found = {one.name: one.record for one in over if one.state != Checkpoint.DURABLE}
+        found = {one.name: one.record for one in over if one.state not in OVER}  # of what is over here others hear when they ask
         found |= {
             name: one.record for name, one in seen.items() if one.record is not None and one.state not in OVER and is_joint(one.record)
         }
