@@ -295,3 +295,24 @@ def test_a_node_that_takes_no_part_deletes_what_others_hold(tmp_path: Path) -> N
         until("nobody holds it", lambda: all(states(host) in ("", "aborted") for host in hosts))
         time.sleep(1.0)
         assert not (store / ID / ".metadata").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("away", [0, 1], ids=["coordinator", "participant"])
+def test_what_was_given_up_for_lost_goes_on_when_its_node_is_back(tmp_path: Path, away: int) -> None:
+    store = tmp_path / "store"
+    control = tmp_path / "control"
+    control.write_text('{"raise": "EIO"}')
+    with Hosts(2, f"faulty://{store}", program=FAULTY, env={"FAULTY_CONTROL": str(control)}) as hosts:
+        save(addresses(hosts), ID, 1)
+        hosts[away].kill()
+        control.write_text("{}")  # the other uploads its shard, and waits
+        there = hosts[1 - away]
+        there.daemon.until(ID, "lost", timeout=90)
+        drained = there.daemon.cli("drain")
+        assert drained.returncode == 1, drained.stdout
+        assert ID in drained.stdout
+        hosts[away].start()
+        for host in hosts:
+            host.daemon.until(ID, "durable", timeout=60)
+        assert_stock_reads(store, ID, 1, 2)
