@@ -5,12 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 import torch.distributed.checkpoint as dcp
 
 from ckptd.errors import CkptdError, InvalidRequest, StoreError, Unavailable, WrongPhase
+from ckptd.v1.manifest_pb2 import Receipt, Record, Summary
+from ckptd.v1.peer_pb2 import AbandonRequest, AdoptRequest, PrepareRequest
+from ckptd.v1.peer_pb2_grpc import PeerStub
+from ckptd_client import metadata as pickles
 from ckptd_client import wait
+from ckptd_client.channel import connect
+from ckptd_client.shard import write_metadata
 from client.states import assert_equal, blank
 from daemons import FAULTY, DaemonProcess
 from hosts import Host, Hosts, until
@@ -315,4 +323,32 @@ def test_what_was_given_up_for_lost_goes_on_when_its_node_is_back(tmp_path: Path
         hosts[away].start()
         for host in hosts:
             host.daemon.until(ID, "durable", timeout=60)
+        assert_stock_reads(store, ID, 1, 2)
+
+
+def test_an_adoption_that_comes_to_nothing_or_too_late_takes_nothing_from_the_save_before_it(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    control = tmp_path / "control"
+    control.write_text('{"raise": "EIO"}')
+    with Hosts(2, f"faulty://{store}", program=FAULTY, env={"FAULTY_CONTROL": str(control)}) as hosts:
+        save(addresses(hosts), ID, 1)
+        late = Save(addresses(hosts), ID, 2, overwrite=True)
+        late.write()
+        receipts = [Receipt.FromString(result.storage_data) for (result,) in late.results]
+        pickle = write_metadata(connect(hosts[0].address), checkpoint_id=ID, rank=0, data=pickles.dump(late.metadata))
+        attempt = f"{time.time_ns() // 1000:016x}{'0' * 8}"
+        summary = Summary(id=ID, attempt=attempt, accepted_us=time.time_ns() // 1000, world_size=2, codec="none")
+        record = Record(summary=summary, shards=receipts, metadata=pickle, durable=True)
+        with grpc.insecure_channel(hosts[1].peer) as channel:
+            peer: Any = PeerStub(channel)  # type: ignore[no-untyped-call]
+            peer.Prepare(PrepareRequest(id=ID, shards=receipts[1:], metadata=pickle, durable=True), timeout=20)
+            peer.Adopt(AdoptRequest(record=record), timeout=20)
+            assert load(hosts[0].address, ID, 2) == 1
+            peer.Abandon(AbandonRequest(attempt=attempt, reason="told by a test"), timeout=20)
+            assert [load(host.address, "run/latest", 2) for host in hosts] == [1, 1]
+            with pytest.raises(grpc.RpcError, match=r"is over here|abandoned"):
+                peer.Adopt(AdoptRequest(record=record), timeout=20)
+        control.write_text("{}")
+        for host in hosts:
+            host.daemon.until(ID, "durable")
         assert_stock_reads(store, ID, 1, 2)
