@@ -2,8 +2,9 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Files of tests that run at the same time.
+# Files of tests that run at the same time. A worker that crashes ends the run, which would wait for it for ever otherwise.
 WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --max-worker-restart 0 --dist loadfile --durations 25
 READY := $(VENV)/.ready
 
 .PHONY: demo test slow lint protos bench venv clean
@@ -21,11 +22,11 @@ demo: $(READY)
 
 # The quick suite.
 test: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 25
+	$(PYTEST)
 
 # What takes long: larger worlds, items beyond 4 GiB, many kills.
 slow: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 25 -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu"
 
 lint: $(READY)
 	$(BIN)/ruff check .
