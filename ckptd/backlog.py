@@ -183,16 +183,25 @@ class Backlog:
         for stop in self._stops.values():
             stop.set()
 
+    async def look_again(self, attempt: Attempt) -> None:
+        """Another node may have uploaded meanwhile what this one has given up: says in `missing` what the store lacks."""
+        retry = self._retries.setdefault(attempt.name, Retry())
+        if not attempt.record.durable or retry.not_before > time.monotonic():
+            return
+        retry.later()
+        with suppress(errors.CkptdError):  # a store that cannot be asked says nothing new
+            self.missing[attempt.name] = await asyncio.get_running_loop().run_in_executor(self.threads, self._lacking, attempt)
+
     async def flush(self, attempt: Attempt) -> None:
         """Tries once to make an attempt durable; the catalogue learns if it worked, or never will."""
         name, checkpoint = attempt.name, attempt.id
         stop = self._stops[name] = threading.Event()
         self.catalog.pin(name)
         retry = self._retries.setdefault(name, Retry())
-        paths = {token: self.arena.get(token).path for token in attempt.held}
         started = time.monotonic()
         loop = asyncio.get_running_loop()
         try:
+            paths = {token: self.arena.get(token).path for token in attempt.held}
             if not attempt.confirmed:
                 if not await loop.run_in_executor(self.threads, self._is_proved, attempt):
                     retry.soon()
@@ -244,13 +253,9 @@ class Backlog:
 
     def _try(self, attempt: Attempt, paths: dict[str, Path], done: dict[str, StoredShard], stop: threading.Event) -> int:
         """In a thread: one try. Returns the stored bytes."""
-        if attempt.name in self.recovered:  # the daemon may have died between .metadata and its note of it
-            try:
-                entry = self.ledger.find(attempt.id)
-                if entry.attempt == attempt.name and not entry.damaged:
-                    return self.ledger.summary(entry).stored_bytes
-            except errors.NotFound:
-                pass
+        # The daemon may have died between .metadata and its note of it.
+        if attempt.name in self.recovered and (summary := self.ledger.stands(attempt.id, attempt.name)) is not None:
+            return summary.stored_bytes
         return self.flusher.flush(attempt.record, paths, done, stop).summary.stored_bytes
 
     def _is_proved(self, attempt: Attempt) -> bool:
@@ -261,6 +266,14 @@ class Backlog:
             return self.ledger.find(attempt.id).attempt == attempt.name
         return False
 
+    def _lacking(self, attempt: Attempt) -> frozenset[int]:
+        """In a thread: ranks whose shards are not in the store."""
+        with suppress(errors.NotFound):
+            if self.ledger.find(attempt.id).attempt == attempt.name:  # committed: its parts are gone
+                return frozenset()
+        there = parts.listed(self.flusher.store, attempt.id, attempt.name)
+        return frozenset(receipt.rank for receipt in attempt.record.shards if receipt.rank not in there)
+
     def _try_joint(
         self, duty: Duty, noted: set[str], attempt: Attempt, paths: dict[str, Path], done: dict[str, StoredShard], stop: threading.Event
     ) -> int:
@@ -269,8 +282,11 @@ class Backlog:
         there = parts.listed(store, attempt.id, attempt.name)
         with suppress(errors.NotFound):
             entry = self.ledger.find(attempt.id)
-            if entry.attempt == attempt.name and not entry.damaged:
+            # Who commits must look at the files, too: whoever put `.metadata` may have had no time for it.
+            if entry.attempt == attempt.name and not entry.damaged and not duty.commits:
                 return self.ledger.summary(entry).stored_bytes
+            if entry.attempt == attempt.name and (summary := self.ledger.stands(attempt.id, attempt.name)) is not None:
+                return summary.stored_bytes
             if entry.attempt is not None and entry.attempt > attempt.name:
                 raise errors.WrongPhase(f"{attempt.id}: superseded by attempt {entry.attempt}, which is durable")
         mine = (attempt.own | duty.for_others) & paths.keys()

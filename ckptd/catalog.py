@@ -332,7 +332,7 @@ class Catalog:
             effects.append(StopFlush(attempt.name))
         if not self.pins[attempt.name]:
             effects += self._let_go(attempt)
-        ended = [a.name for a in self.attempts.values() if a.ended and not a.held]
+        ended = [a.name for a in self.attempts.values() if a.ended and not a.held and not self.pins[a.name]]
         for name in sorted(ended)[:-REMEMBERED]:
             self._remove(name)
         return effects

@@ -12,6 +12,7 @@ table to list, runs no pickle, deletes nothing but a pin.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator, Sequence
 
@@ -22,6 +23,8 @@ from ckptd.scan import Entry, Scan, entry_of, marks_of, parallel, save_id, scan,
 from ckptd.store import ABSENT, Changed, Object, Store
 from ckptd.tombstone import COMMIT_SECONDS, DELETION_SECONDS
 from ckptd.v1.manifest_pb2 import Manifest, Summary
+
+log = logging.getLogger(__name__)
 
 
 class Ledger:
@@ -151,7 +154,7 @@ class Ledger:
         attempt = contents.summary.attempt
         contents.summary.stored_bytes = sum(shard.nbytes for shard in contents.shards)
         settled, _ = self._standing(id, attempt, only_new=only_new)
-        if settled:
+        if settled and self._is_whole(settled):
             return
         self._check_files(id, contents)
         name = f"{attempt}-{mint_token()}.manifest"
@@ -171,7 +174,7 @@ class Ledger:
         began = time.monotonic()
         self._store.put(manifest_key(id, name), lambda: [encoded], nbytes_hint=len(encoded))
         settled, there = self._standing(id, attempt, only_new=only_new)  # another node may have committed meanwhile
-        if settled:
+        if settled and self._is_whole(settled):
             return
         # With the manifest in place: a sweep that is about to delete a file has put a list that is seen here, or sees the manifest.
         self._check_uncondemned(id, contents, name)
@@ -186,10 +189,30 @@ class Ledger:
                 f"{id}: another writer forestalled or undid the commit of attempt {attempt}, or a deletion of {id} may still undo it: "
                 "commit it again"
             )
-        self._check_files(id, contents)  # a sweep that did not know of the commit may have met it half-way
+        # A sweep that did not know of the commit may have met it half-way.
+        self._check_files(id, contents if settled.save_id == name else self.manifest(settled))
 
-    def _standing(self, id: CheckpointId, attempt: str, *, only_new: bool = False) -> tuple[bool, str]:
-        """Whether `attempt` is the durable one, for good; and the version of what is there, which a commit replaces.
+    def stands(self, id: CheckpointId, attempt: str) -> Summary | None:
+        """The summary of that attempt if it is the durable one and none of its files is missing; else None.
+
+        Who committed it may have died, or failed, before its last look at the files.
+        """
+        entry = self._look(id)
+        if entry is None or entry.damaged or entry.attempt != attempt or not self._is_whole(entry):
+            return None
+        return self.summary(entry)
+
+    def _is_whole(self, entry: Entry) -> bool:
+        """Whether everything that its manifest names is there: what is not can be committed once more."""
+        try:
+            self._check_files(entry.id, self.manifest(entry))
+        except (NotFound, Corrupt) as exc:
+            log.warning("%s is durable and not whole: %s", entry.id, exc)
+            return False
+        return True
+
+    def _standing(self, id: CheckpointId, attempt: str, *, only_new: bool = False) -> tuple[Entry | None, str]:
+        """The entry of `attempt` if it is the durable one, for good; and the version of what is there, which a commit replaces.
 
         The version is as old as what was read under it, or older: a put over it cannot hit what nobody looked at.
         Raises WrongPhase if a newer one is, or if `attempt` was deleted; InvalidRequest if none may be replaced.
@@ -201,17 +224,18 @@ class Ledger:
         if now is None:
             if any(of == attempt for _, of in self._deletions(tombstones(id, marks))):
                 raise WrongPhase(f"{id}: attempt {attempt} was durable and has been deleted")
-            return False, ABSENT
+            return None, ABSENT
         version = now.metadata.version
         if now.attempt is None or now.attempt < attempt:
-            return False, version
+            return None, version
         if now.attempt > attempt:
             raise WrongPhase(f"{id}: attempt {attempt} is superseded by attempt {now.attempt}, which is durable")
         # One that was put after this `.metadata` has seen it. By this machine's clock where the store tells no times.
         put = now.modified or time.time()
         unended = [found for found in tombstones(id, marks) if found.key not in self.ended_deletions]
         threats = [since for since, of in self._deletions(unended) if of != attempt]
-        return not now.damaged and not any(-1.0 <= put - since < DELETION_SECONDS for since in threats), version
+        threatened = any(-1.0 <= put - since < DELETION_SECONDS for since in threats)
+        return None if now.damaged or threatened else now, version
 
     def _deletions(self, listed: Sequence[Object]) -> Iterator[tuple[float, str]]:
         """When the deletions of these tombstones began, and which attempt each means ("" for a stock one)."""

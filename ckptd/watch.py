@@ -122,6 +122,7 @@ class Watch:
                 for node, there in self._others(attempt).items():
                     if there == address and fate.attempt == attempt.name:
                         self._heard(attempt, node, fate)
+        await asyncio.gather(*(self.node.backlog.look_again(one) for one in watched if one.state == Checkpoint.LOST))
         for attempt in watched:
             if attempt.name in self.node.catalog.attempts and (attempt.pending or attempt.state == Checkpoint.LOST):
                 self._follow(attempt, self._judged(attempt, asked))
@@ -190,7 +191,7 @@ class Watch:
         elif attempt.state == Checkpoint.LOST:
             log.warning("%s is back: all that it consists of is held again", attempt.id)
             catalog.found(name)
-            self.node.wake()
+            self.look(name)
         elif attempt.pending and was_doubtful:
             attempt.reason = ""
 

@@ -306,8 +306,8 @@ def test_a_node_that_takes_no_part_deletes_what_others_hold(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("away", [0, 1], ids=["coordinator", "participant"])
-def test_what_was_given_up_for_lost_goes_on_when_its_node_is_back(tmp_path: Path, away: int) -> None:
+@pytest.mark.parametrize(("away", "moved"), [(0, False), (1, False), (1, True)], ids=["coordinator", "participant", "elsewhere"])
+def test_what_was_given_up_for_lost_goes_on_when_its_node_is_back(tmp_path: Path, away: int, moved: bool) -> None:
     store = tmp_path / "store"
     control = tmp_path / "control"
     control.write_text('{"raise": "EIO"}')
@@ -320,6 +320,8 @@ def test_what_was_given_up_for_lost_goes_on_when_its_node_is_back(tmp_path: Path
         drained = there.daemon.cli("drain")
         assert drained.returncode == 1, drained.stdout
         assert ID in drained.stdout
+        if moved:  # nobody finds it there; what it puts into the store they see
+            hosts[away].listen_at(hosts[away].port + 10_000, [there.peer])
         hosts[away].start()
         for host in hosts:
             host.daemon.until(ID, "durable", timeout=60)

@@ -6,7 +6,7 @@ import pytest
 
 from ckptd import binding, errors
 from ckptd.attempt import Drop, Forget, StopFlush, checkpoint_of
-from ckptd.catalog import Catalog
+from ckptd.catalog import REMEMBERED, Catalog
 from ckptd.model import CheckpointId
 from ckptd.v1.daemon_pb2 import Checkpoint, CommitRequest
 from ckptd.v1.manifest_pb2 import Receipt, Record
@@ -282,6 +282,22 @@ def test_a_durable_attempt_is_forgotten_when_the_last_of_it_is_evicted() -> None
         assert driver.catalog.evicted(token) == [Forget(record.summary.attempt)]
     assert driver.catalog.attempts == {}
     assert driver.catalog.bound == {}
+
+
+def test_an_ended_attempt_is_not_forgotten_while_somebody_reads_it() -> None:
+    driver = Driver()
+    record, _ = driver.save("step-1")
+    name = record.summary.attempt
+    driver.catalog.pin(name)
+    for token in tokens(record):
+        driver.catalog.evicted(token)
+    for number in range(REMEMBERED + 10):
+        driver.catalog.aborted(driver.save(f"step-{number + 2}")[0].summary.attempt, "told so")
+    assert driver.catalog.attempts[name].ended
+    driver.catalog.delayed(name, "a flush that ends late")
+    driver.catalog.unpin(name)
+    driver.catalog.aborted(driver.save("step-1000")[0].summary.attempt, "told so")
+    assert name not in driver.catalog.attempts
 
 
 def test_ended_attempts_are_not_remembered_without_end() -> None:

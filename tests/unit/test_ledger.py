@@ -692,5 +692,31 @@ def test_a_file_that_went_during_the_commit_is_noticed(store: Store) -> None:
     upload(store, id, manifest)
     recording = Recording(store)
     recording.after_put = lambda key: store.delete([data_key(id, manifest.shards[0].file)]) if key == metadata_key(id) else None
+    ledger = Ledger(recording)
     with pytest.raises(NotFound, match="upload it again"):
-        Ledger(recording).commit(id, manifest, PICKLE)
+        ledger.commit(id, manifest, PICKLE)
+    assert ledger.stands(id, manifest.summary.attempt) is None
+    # `.metadata` is there, and says that the attempt is durable: with the file in place it is committed all the same.
+    recording.after_put = lambda _: None
+    again = contents(id, manifest.summary.attempt)
+    upload(store, id, again)
+    ledger.commit(id, again, PICKLE)
+    assert [shard.file for shard in ledger.manifest(ledger.find(id)).shards] == [shard.file for shard in again.shards]
+    assert ledger.stands(id, manifest.summary.attempt) is not None
+
+
+@pytest.mark.parametrize("at", [".manifest", ".metadata"])
+def test_what_another_node_commits_of_the_same_attempt_counts_as_done(store: Store, ledger: Ledger, at: str) -> None:
+    id = CheckpointId.parse("step-1")
+    ours = contents(id, attempt_at(1))
+    theirs = contents(id, ours.summary.attempt)
+    upload(store, id, ours)
+    upload(store, id, theirs)
+
+    def forestall(call: str, key: str) -> None:
+        if call == "put" and key.endswith(at):
+            ledger.commit(id, theirs, PICKLE)
+            store.delete([data_key(id, ours.shards[0].file)])
+
+    Ledger(Watched(store, before=forestall)).commit(id, ours, PICKLE)
+    assert ledger.manifest(ledger.find(id)).shards[0].file == theirs.shards[0].file
