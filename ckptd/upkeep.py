@@ -168,18 +168,20 @@ class Upkeep:
             yield DrainReply()
             return
         log.info("draining: no new saves are taken")
-        told = -1
+        told: DrainReply | None = None
         while True:
             changed = asyncio.ensure_future(self.node.changed())
             try:
                 catalog = self.node.catalog
                 pending = catalog.on_their_way()
-                begun = any(catalog.holder(token) is None for token in catalog.shards)
+                begun = {str(shard.id) for token, shard in catalog.shards.items() if catalog.holder(token) is None}
                 if not pending and not begun and not self.node.backlog.flushing():
                     break
-                if len(pending) != told:
-                    told = len(pending)
-                    yield DrainReply(accepted=told, nbytes=sum(attempt.record.summary.raw_bytes for attempt in pending))
+                nbytes = sum(attempt.record.summary.raw_bytes for attempt in pending)
+                reply = DrainReply(accepted=len(pending), nbytes=nbytes, begun=sorted(begun))
+                if reply != told:
+                    told = reply
+                    yield reply
                 await asyncio.wait([changed], timeout=1.0)
             finally:
                 changed.cancel()

@@ -217,6 +217,7 @@ def drained(reply: daemon_pb2.DrainReply, *, draining: bool) -> dict[str, Any]:
         "raw_bytes": reply.nbytes,
         "failed": list(reply.failed),
         "memory_only": list(reply.memory_only),
+        "begun": list(reply.begun),
     }
 
 

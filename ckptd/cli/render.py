@@ -176,8 +176,11 @@ def drained(reply: daemon_pb2.DrainReply, *, draining: bool) -> str:
     page += "".join(f"{_plain(id_)}, saved with durable=False: it stays in memory only\n" for id_ in reply.memory_only)
     if not draining:
         return page + "the daemon takes new saves again\n"
+    page += "".join(f"{_plain(id_)} has begun to be saved, and is not accepted yet\n" for id_ in reply.begun)
     if reply.accepted:
         return page + f"still on the way: {_count(reply.accepted, 'checkpoint')} ({_size(reply.nbytes)})\n"
+    if reply.begun:
+        return page + "all that was accepted is durable\n"
     if reply.failed:
         return page + "nothing else is on the way, and no new saves are taken (`ckptd drain --cancel` ends that)\n"
     rest = "all else" if reply.memory_only else "all"

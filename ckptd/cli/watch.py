@@ -147,7 +147,7 @@ def _drain(arguments: argparse.Namespace) -> int:
     with source.daemon(arguments) as daemon, Bar() as bar:
         for last in daemon.drain(cancel=arguments.cancel, timeout_seconds=timeout_seconds):
             most = max(most, last.nbytes)
-            bar.show(f"{last.accepted} on the way", most - last.nbytes, most)
+            bar.show(f"{last.accepted + len(last.begun)} on the way", most - last.nbytes, most)
     if last is None:
         return _late("the daemon did not say how far it is{}", timeout_seconds)
     if arguments.json:
@@ -156,7 +156,7 @@ def _drain(arguments: argparse.Namespace) -> int:
         from ckptd.cli import render  # only people need rich
 
         output.write(render.drained(last, draining=not arguments.cancel))
-    if last.accepted and not arguments.cancel:
+    if (last.accepted or last.begun) and not arguments.cancel:
         return _late("not everything is durable{}; the daemon goes on, and takes no new saves", timeout_seconds)
     return 1 if last.failed else 0
 

@@ -456,13 +456,15 @@ class DrainRequest(_message.Message):
     def __init__(self, cancel: bool = ...) -> None: ...
 
 class DrainReply(_message.Message):
-    __slots__ = ("accepted", "nbytes", "failed", "memory_only")
+    __slots__ = ("accepted", "nbytes", "failed", "memory_only", "begun")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     MEMORY_ONLY_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
     accepted: int
     nbytes: int
     failed: _containers.RepeatedScalarFieldContainer[str]
     memory_only: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, accepted: _Optional[int] = ..., nbytes: _Optional[int] = ..., failed: _Optional[_Iterable[str]] = ..., memory_only: _Optional[_Iterable[str]] = ...) -> None: ...
+    begun: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, accepted: _Optional[int] = ..., nbytes: _Optional[int] = ..., failed: _Optional[_Iterable[str]] = ..., memory_only: _Optional[_Iterable[str]] = ..., begun: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -240,6 +240,7 @@ def test_a_drain_says_when_all_is_durable_and_doctor_that_it_goes_on(tmp_path: P
             "raw_bytes": 0,
             "failed": [],
             "memory_only": [],
+            "begun": [],
         }
         assert assert_whole_or_absent(Path(running.store)).keys() == {"step-1"}
         assert main(looked) == 0

@@ -440,7 +440,14 @@ def test_drain_is_0_when_all_is_durable(daemon: Played, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.startswith("all that was accepted is durable")
     assert daemon.asked["Drain"] == daemon_pb2.DrainRequest()
     assert main(["drain", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"draining": True, "accepted": 0, "raw_bytes": 0, "failed": [], "memory_only": []}
+    assert json.loads(capsys.readouterr().out) == {
+        "draining": True,
+        "accepted": 0,
+        "raw_bytes": 0,
+        "failed": [],
+        "memory_only": [],
+        "begun": [],
+    }
 
 
 def test_drain_names_what_stays_in_memory_only(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
@@ -465,6 +472,11 @@ def test_drain_gives_up_with_1_after_its_timeout_and_says_how_far_it_came(daemon
     out, err = capsys.readouterr()
     assert out == "still on the way: 2 checkpoints (2.0 MiB)\n"
     assert err == "ckptd: not everything is durable after 0.3 s; the daemon goes on, and takes no new saves\n"
+    daemon.answers["Drain"] = [daemon_pb2.DrainReply(begun=["run/step-7"]), "silence"]
+    assert main(["drain", "--timeout", "300ms"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "run/step-7 has begun to be saved, and is not accepted yet\nall that was accepted is durable\n"
+    assert err.startswith("ckptd: not everything is durable after 0.3 s")
     daemon.answers["Drain"] = ["silence"]
     assert main(["drain", "--timeout", "300ms"]) == 1
     assert "did not say" in _complaint(capsys)
