@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 from ckptd import segment as files
 from ckptd.budget import Budget
 from ckptd.errors import CkptdError, InvalidRequest, LeaseLost, Unavailable
-from ckptd.line import Line, Waiter, cache_lost
+from ckptd.line import Line, Tokens, Waiter, cache_lost
 from ckptd.model import mint_token
 from ckptd.pool import Pool
 from ckptd.segment import Segment, shown
@@ -115,15 +115,17 @@ class Arena:
             _log.warning("re-adopted %s, over the budget of %s: saves wait until some is durable", shown(self.used), shown(self.budget))
         return found
 
-    async def allocate(self, nbytes: int, owner: str, *, metadata: bool = False, deadline: float | None = None) -> Segment:
+    async def allocate(
+        self, nbytes: int, owner: str, *, metadata: bool = False, deadline: float | None = None, sparing: Tokens = tuple
+    ) -> Segment:
         """A segment of at least `nbytes`, open, all pages there; its bytes are whatever was there before.
 
-        Waits its turn until `deadline` (loop time; None: for ever). Raises ArenaFull if there is no
-        room by then, or never can be, or if the file system is full. An `owner` of "" reuses nothing.
+        Waits its turn until `deadline` (loop time; None: for ever). Raises ArenaFull if there is no room by then, or never can be,
+        or if the file system is full. An `owner` of "" reuses nothing. `sparing`: tokens of what is not evicted for it.
         """
         if nbytes < 0:
             raise InvalidRequest(f"a segment of {nbytes} bytes")
-        segment, fresh = await self._turn(files.rounded(nbytes), deadline, owner=owner, metadata=metadata)
+        segment, fresh = await self._turn(Waiter(files.rounded(nbytes), owner, metadata, sparing=sparing), deadline)
         if fresh:
             await self._pool.make(segment)
         return segment
@@ -182,7 +184,7 @@ class Arena:
         if cache is None or cache.state != "cache":
             raise cache_lost(token)
         if nbytes > 0:
-            await self._turn(-(-nbytes // _PAGE) * _PAGE, deadline, cache=cache)
+            await self._turn(Waiter(-(-nbytes // _PAGE) * _PAGE, cache=cache), deadline)
 
     def charge(self, token: str, nbytes: int, *, settled: int = 0) -> None:
         """Lowers what a cache is charged to the `nbytes` it holds and what is still reserved; `settled` of that has ended."""
@@ -208,14 +210,11 @@ class Arena:
 
     # -- waiting for room ------------------------------------------------------------------------
 
-    async def _turn(
-        self, nbytes: int, deadline: float | None, *, owner: str = "", metadata: bool = False, cache: Segment | None = None
-    ) -> tuple[Segment, bool]:
+    async def _turn(self, waiter: Waiter, deadline: float | None) -> tuple[Segment, bool]:
         """Waits for room; the segment (or the cache), and whether its pages are still to be made."""
         if self._closed:
             raise Unavailable("the daemon is stopping")
-        self._budget.refuse_what_never_fits(nbytes, metadata=metadata)
-        waiter = Waiter(nbytes, owner, metadata, cache, asyncio.get_running_loop().create_future())
+        self._budget.refuse_what_never_fits(waiter.nbytes, metadata=waiter.metadata)
         self._line.join(waiter)
         self._serve()
         if not waiter.granted.done():
@@ -261,7 +260,8 @@ class Arena:
         if any(self._reuse(segment, waiter) for segment in self._warm(waiter)):
             return True
         if self._free(metadata=waiter.metadata) < waiter.nbytes:
-            able = [one for one in self._evictable() if one is not waiter.cache and (head or one.metadata)]
+            spared = {*waiter.sparing(), *([waiter.cache.token] if waiter.cache else [])}
+            able = [one for one in self._evictable() if one.token not in spared and (head or one.metadata)]
             going = self._budget.least(self._pool, able, waiter.nbytes, metadata=waiter.metadata)
             if any(self._reuse(segment, waiter) for segment in going if waiter.fits(segment)):
                 return True

@@ -155,6 +155,15 @@ def read_record(attempt: str, data: bytes) -> Record | None:
     return record if record.summary.attempt == attempt and record.shards and record.metadata.token else None
 
 
+def irreplaceable(attempts: Collection[Attempt]) -> set[str]:
+    """Tokens of the newest attempt of each run, if it could not become durable or waits for a node that is away: no copy displaces them."""
+    newest: dict[str, Attempt] = {}
+    for attempt in sorted(attempts, key=lambda attempt: attempt.name):
+        if attempt.confirmed and attempt.state != Checkpoint.ABORTED:
+            newest[attempt.id.run] = attempt
+    return {token for one in newest.values() if one.state == Checkpoint.FAILED or one.doubtful for token in one.held}
+
+
 def victims(attempts: Collection[Attempt], pinned: Collection[str]) -> Iterator[tuple[str, bool]]:
     """Tokens in the order in which they may be lost.
 

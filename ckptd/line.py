@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ckptd.errors import ArenaFull, CkptdError, LeaseLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from ckptd.segment import Segment
 
+#: Tokens of segments, as things stand.
+Tokens: TypeAlias = "Callable[[], Collection[str]]"
 #: Who waits longer than this is written into the log.
 PATIENCE_SECONDS: Final = 1.0
 #: A segment may be this much (in bytes) larger than twice what is asked for, and still be reused for it.
@@ -32,11 +34,13 @@ class Waiter:
     """A request for room: for a new segment, or for `nbytes` more of a cache."""
 
     nbytes: int
-    owner: str
-    metadata: bool
-    cache: Segment | None
+    owner: str = ""
+    metadata: bool = False
+    cache: Segment | None = None
     #: The segment, and whether its pages are still to be made.
-    granted: asyncio.Future[tuple[Segment, bool]]
+    granted: asyncio.Future[tuple[Segment, bool]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    #: Tokens of what is not evicted for it, although it would be for others.
+    sparing: Tokens = tuple
 
     def fits(self, segment: Segment) -> bool:
         """Whether a segment may serve: of its kind, large enough, and not a waste."""

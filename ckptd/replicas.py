@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ckptd import errors
-from ckptd.attempt import Attempt
+from ckptd.attempt import Attempt, irreplaceable
 from ckptd.node import Node
 from ckptd.peers import Peers
 from ckptd.pull import pull
@@ -75,7 +75,8 @@ class Replicas:
     async def _fetch(self, attempt: Attempt, receipt: Receipt) -> None:
         arena, loop = self.node.arena, asyncio.get_running_loop()
         nbytes = receipt.nbytes + receipt.table_nbytes
-        segment = await arena.allocate(nbytes, "", deadline=loop.time() + MEMORY_SECONDS)
+        attempts = self.node.catalog.attempts
+        segment = await arena.allocate(nbytes, "", deadline=loop.time() + MEMORY_SECONDS, sparing=lambda: irreplaceable(attempts.values()))
         try:
             await pull(self.peers, receipt.address, receipt.token, [(0, nbytes)], segment.path, self.node.threads)
             await loop.run_in_executor(self.node.memory_threads, read_table, segment.path, receipt)

@@ -543,4 +543,4 @@ def test_no_interleaving_and_no_interruption_loses_mixes_or_revives_anything(mon
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_interleaving_and_no_interruption_loses_mixes_or_revives_anything_at_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    run(monkeypatch, max_examples=250, stateful_step_count=40)
+    run(monkeypatch, max_examples=120, stateful_step_count=40)

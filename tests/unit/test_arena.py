@@ -262,6 +262,25 @@ def test_nothing_is_evicted_for_a_request_that_would_not_fit_anyway(shm_dir):
     asyncio.run(run())
 
 
+def test_what_a_request_spares_is_not_evicted_for_it_also_if_that_is_known_only_later(shm_dir):
+    async def run():
+        async with bench(shm_dir, 20 * MiB) as b:
+            kept = await b.sealed(12 * MiB, "a")
+            spared = []
+            waits = asyncio.create_task(b.arena.allocate(12 * MiB, "", deadline=soon(), sparing=lambda: spared))
+            await asyncio.sleep(0)
+            spared.append(kept.token)
+            b.victims.append((kept.token, True))
+            b.arena.poke()
+            with pytest.raises(ArenaFull):
+                await waits
+            assert b.evicted == []
+            await b.arena.allocate(12 * MiB, "z")
+            assert b.evicted == [kept.token]
+
+    asyncio.run(run())
+
+
 def test_what_a_victim_lets_go_counts_as_used_until_it_is_free(shm_dir):
     async def run():
         async with bench(shm_dir, 90 * MiB) as b:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptd import binding, errors
-from ckptd.attempt import Drop, Forget, StopFlush, checkpoint_of
+from ckptd.attempt import Drop, Forget, StopFlush, checkpoint_of, irreplaceable
 from ckptd.catalog import REMEMBERED, Catalog
 from ckptd.model import CheckpointId
 from ckptd.v1.daemon_pb2 import Checkpoint, CommitRequest
@@ -282,6 +282,19 @@ def test_a_durable_attempt_is_forgotten_when_the_last_of_it_is_evicted() -> None
         assert driver.catalog.evicted(token) == [Forget(record.summary.attempt)]
     assert driver.catalog.attempts == {}
     assert driver.catalog.bound == {}
+
+
+def test_what_no_copy_may_displace_is_the_newest_of_a_run_if_memory_alone_has_it() -> None:
+    driver = Driver()
+    older, _ = driver.save("run/step-1")
+    driver.catalog.failed(older.summary.attempt, "told so")
+    assert irreplaceable(driver.catalog.attempts.values()) == set(tokens(older))
+    newer, _ = driver.save("run/step-2")
+    other, _ = driver.save("other/step-1")
+    driver.catalog.attempts[other.summary.attempt].doubtful = True
+    assert irreplaceable(driver.catalog.attempts.values()) == set(tokens(other))
+    driver.catalog.aborted(newer.summary.attempt, "told so")
+    assert irreplaceable(driver.catalog.attempts.values()) == {*tokens(older), *tokens(other)}
 
 
 def test_an_ended_attempt_is_not_forgotten_while_somebody_reads_it() -> None:
