@@ -190,7 +190,10 @@ def victims(attempts: Collection[Attempt], pinned: Collection[str]) -> Iterator[
 
     free = sorted((a for a in attempts if a.held and a.name not in pinned), key=lambda attempt: attempt.name)
     durable = sorted((a for a in free if a.state == Checkpoint.DURABLE), key=newest)
-    doubtful = (a for a in free if a.pending and a.doubtful and not outrun(a))
+    # What not all have accepted, as far as is known here, goes before what is a promise.
+    doubtful = sorted(
+        (a for a in free if a.pending and a.doubtful and not outrun(a)), key=lambda attempt: (attempt.confirmed, attempt.name)
+    )
     for attempt in (*(a for a in free if a.ended), *(a for a in free if outrun(a)), *durable, *doubtful):
         precious = newest(attempt) or attempt.doubtful or (attempt.state == Checkpoint.FAILED and attempt.intact)
         for token in sorted(attempt.held):

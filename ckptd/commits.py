@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 #: How long a participant may take to prepare, which includes fetching the metadata pickle, and to adopt.
 PREPARE_SECONDS: Final = 12.0
 ADOPT_SECONDS: Final = 8.0
+#: What is accepted later by the coordinator, because its process or machine stood still, others may have given up.
+ACCEPT_SECONDS: Final = ADOPT_SECONDS + 1.0
 #: How long is waited until all have heard that all have accepted.
 TELL_SECONDS: Final = 1.0
 #: How long a participant that cannot be reached may take to start: longer than gRPC waits before it connects anew.
@@ -79,8 +81,13 @@ class Commits:
         catalog.learn(checkpoint.run, newest)
         record = binding.record_of(catalog, request, time.time_ns() // 1000, newest=newest, replicas=min(self.replicas, len(others)))
         record.store = self.node.ledger.url
+        began = time.clock_gettime(time.CLOCK_BOOTTIME)
         await self._adopt(record, others)
         try:
+            if time.clock_gettime(time.CLOCK_BOOTTIME) - began > ACCEPT_SECONDS:
+                raise errors.Unavailable(
+                    f"outcome unknown: this daemon stood still for a while, and other nodes may have given {checkpoint} up; save again"
+                )
             binding.check(catalog, request)
             attempt = self._accept(record)
         except errors.CkptdError:

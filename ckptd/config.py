@@ -166,7 +166,8 @@ def _together(settings: Settings) -> Settings:
     files = {"--tls-cert": settings.tls_cert, "--tls-key": settings.tls_key, "--tls-ca": settings.tls_ca}
     missing = [name for name, file in files.items() if file is None]
     if missing and len(missing) < len(files):
-        raise InvalidRequest(f"TLS needs all of --tls-cert, --tls-key and --tls-ca, and {' and '.join(missing)} is not given")
+        verb = "is" if len(missing) == 1 else "are"
+        raise InvalidRequest(f"TLS needs all of --tls-cert, --tls-key and --tls-ca, and {' and '.join(missing)} {verb} not given")
     if not missing and settings.insecure:
         raise InvalidRequest("--insecure goes without TLS, and --tls-cert asks for it: leave one of them out")
     if missing and not settings.insecure:
@@ -283,7 +284,13 @@ OPTIONS: Final[tuple[Option, ...]] = (
     Option("listen", "listen", _parse_all_addresses, "ADDRESS", "unix:/absolute/path, or HOST:PORT for other nodes", repeated=True),
     Option("advertise", "advertise", parse_peer, "HOST:PORT", "what other nodes call (the first --listen HOST:PORT)"),
     Option("peer", "peers", _parse_all_peers, "HOST:PORT", "another node; a name may lead to many", repeated=True),
-    Option("replicas", "replicas", _parse_replicas, "N", "so many other nodes hold a copy of each shard in their memory (0)"),
+    Option(
+        "replicas",
+        "replicas",
+        _parse_replicas,
+        "N",
+        "so many other nodes of a save, or all, hold a copy of each shard (0)",
+    ),
     Option("shared-store", "shared_store", _parse_switch, "", "all nodes see the same directory under --store", switch=True),
     Option("tls-cert", "tls_cert", _parse_pem, "FILE", "PEM file: this node's certificate, and those between it and the CA's"),
     Option("tls-key", "tls_key", _parse_pem, "FILE", "PEM file: the certificate's key, not encrypted"),

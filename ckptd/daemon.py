@@ -169,6 +169,12 @@ async def run(settings: Settings) -> int:
     credentials = tls.server_credentials(settings)
     store = open_store(settings.store, settings.store_options)
     await probe(loop, store.probe, ended)
+    if settings.advertise and is_node_local(store.url) and not settings.shared_store:
+        log.warning(
+            "the store %s is a directory that other nodes may not see: saves of several nodes are refused; give an object store, or "
+            "--shared-store if all nodes see that directory",
+            store.url,
+        )
     rooms = put_together(settings, store)
     node = rooms.node
     node.recover()
@@ -201,6 +207,7 @@ async def run(settings: Settings) -> int:
         for ended_task in (*background, ending):
             ended_task.cancel()
         rooms.service.ending.set()
+        node.wake()  # who waits for a change is told as well
         await server.stop(STOP_SECONDS)
         await rooms.peers.close()
         rooms.restore.close()

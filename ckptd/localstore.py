@@ -6,7 +6,7 @@ of each directory up to the root); a failed put leaves nothing; of two condition
 nodes one sees the other's. Symbolic links to directories
 are followed when listing; links that lead nowhere and a file system's own `lost+found` are
 nothing, and whatever else cannot be read is an error. Never expands patterns, never leaves
-the root.
+the root. Makes no directory in the place of one that was unmounted or moved away: that one is waited for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ckptd.diskerrors import counted, leads_nowhere, passing, translated
-from ckptd.errors import Corrupt, NotFound, StoreError
+from ckptd.errors import Corrupt, NotFound, StoreError, Unavailable
 from ckptd.filelock import rename_over, unlink_only, version_of
 from ckptd.store import Buffer, Children, Object, Source, check_key, check_prefix, is_temporary, reading, temporary_name
 
@@ -40,6 +40,8 @@ class LocalStore:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._root = Path(os.path.abspath(os.path.expanduser(path)))
         self._locks = True
+        #: Where the file system is mounted that the store was on when it was probed.
+        self._mount: Path | None = None
 
     @property
     def url(self) -> str:
@@ -125,6 +127,7 @@ class LocalStore:
     def delete(self, keys: Iterable[str]) -> None:
         paths = [self._root / check_key(key) for key in keys]
         with translated(f"cannot delete in {self._root}"):
+            self._check_root()
             for path in paths:
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                     os.unlink(path)
@@ -170,11 +173,19 @@ class LocalStore:
                 os.close(fd)
                 os.unlink(temporary)
             _sync_directory(self._root)
+            self._mount = _mount_point(self._root)
 
     def _check_root(self) -> None:
-        if not self._root.is_dir():
-            kind = "is not a directory" if self._root.exists() else "does not exist; is it mounted, is the path right?"
-            raise StoreError(f"the store {self._root} {kind}")
+        """What was there when it was probed may come back, and nothing is made, or found, in its place until then."""
+        if self._root.is_dir():
+            if self._mount is not None and not os.path.ismount(self._mount):
+                raise Unavailable(f"the store {self._root} was on a disk mounted at {self._mount}, where none is now: mount it again")
+        elif self._root.exists():
+            raise StoreError(f"the store {self._root} is not a directory")
+        elif self._mount is not None:
+            raise Unavailable(f"the store {self._root} has been there and is not any more: mount it again, or put it back")
+        else:
+            raise StoreError(f"the store {self._root} does not exist; is it mounted, is the path right?")
 
     def _make_root(self) -> None:
         missing = [path for path in (self._root, *self._root.parents) if not path.exists()]
@@ -187,8 +198,7 @@ class LocalStore:
     def _create_beside(self, target: Path) -> tuple[int, Path]:
         """A new temporary file in the directory of `target`, open for writing."""
         for last_try in (False,) * 15 + (True,):
-            if not self._root.is_dir():
-                self._make_root()
+            self._check_root()
             temporary = target.parent / temporary_name()
             try:
                 os.makedirs(target.parent, exist_ok=True)
@@ -263,6 +273,11 @@ def _identity(directory: Path) -> tuple[int, int] | None:
                 return None
             raise
     return status.st_dev, status.st_ino
+
+
+def _mount_point(directory: Path) -> Path:
+    path = Path(os.path.realpath(directory))
+    return next(above for above in (path, *path.parents) if os.path.ismount(above) or above == above.parent)
 
 
 def _write_all(fd: int, piece: Buffer) -> int:

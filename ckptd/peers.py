@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar, cast
 
 import grpc
 
-from ckptd import errors
+from ckptd import errors, tls
 from ckptd.v1.peer_pb2 import WatchRequest
 from ckptd.v1.peer_pb2_grpc import PeerStub
 
@@ -237,7 +237,9 @@ class Peers:
                     self._gone.pop(address, None)
                     kind = errors.TABLE.get(value.decode() if isinstance(value, bytes) else value, errors.CkptdError)
                     return kind(f"the ckptd daemon at {address}: {exc.details()}")
-            how = f"cannot be reached ({exc.details() or exc.code().name})"
+            details = exc.details() or exc.code().name
+            why = tls.meaning(details, with_tls=self._credentials is not None)
+            how = f"{why} [{details}]" if why else f"cannot be reached ({details})"
         else:
             how = "does not answer"
         now = time.monotonic()

@@ -236,7 +236,7 @@ class Service(DaemonServicer):
         return await self.upkeep.pin(CheckpointId.parse(request.id), pinned=request.pinned)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> AsyncIterator[pb.DrainReply]:
-        async for reply in self.upkeep.drain(cancel=request.cancel):
+        async for reply in self.upkeep.drain(self.ending, cancel=request.cancel):
             yield reply
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:

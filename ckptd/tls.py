@@ -8,6 +8,7 @@ A key never gets into a message.
 
 from __future__ import annotations
 
+import logging
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +20,16 @@ from ckptd.addresses import host_of
 from ckptd.config import Settings
 from ckptd.errors import InvalidRequest
 
+log = logging.getLogger(__name__)
+
 
 def server_credentials(settings: Settings) -> grpc.ServerCredentials | None:
     """For listening: callers must have a certificate of the CA. None without TLS files; raises InvalidRequest."""
     files = _read(settings)
     if files is None:
         return None
+    if settings.tls_key is not None and settings.tls_key.stat().st_mode & 0o044:
+        log.warning("--tls-key: other users can read %s, and with it be this node: chmod 600 %s", settings.tls_key, settings.tls_key)
     return grpc.ssl_server_credentials([(files.key, files.cert)], root_certificates=files.ca, require_client_auth=True)
 
 
@@ -34,6 +39,22 @@ def channel_credentials(settings: Settings) -> grpc.ChannelCredentials | None:
     if files is None:
         return None
     return grpc.ssl_channel_credentials(root_certificates=files.ca, private_key=files.key, certificate_chain=files.cert)
+
+
+def meaning(details: str, *, with_tls: bool) -> str:
+    """What gRPC's words for a connection that failed mean, where TLS is the reason, to follow "the daemon at X"; else "".
+
+    `with_tls`: whether this node calls with TLS.
+    """
+    if "WRONG_VERSION_NUMBER" in details:
+        return "speaks no TLS, and this one does: give all nodes --tls-cert, --tls-key and --tls-ca"
+    if "CERTIFICATE_VERIFY_FAILED" in details or "Hostname Verification" in details:
+        return "is not trusted: its certificate is not signed by this node's --tls-ca, is over, or names another host"
+    if "failed to connect" in details and "Socket closed" in details:  # it does not tell whom it does not like
+        if with_tls:
+            return "ended the connection: is this node's certificate signed by that node's --tls-ca, and still valid?"
+        return "ended the connection: it may speak TLS, and this one does not; give all nodes --tls-cert, --tls-key and --tls-ca"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,8 +161,11 @@ class Upkeep:
             await self._run(self.ledger.pin if pinned else self.ledger.unpin, checkpoint)
         return await self.restore.resolve(checkpoint)
 
-    async def drain(self, *, cancel: bool = False) -> AsyncIterator[DrainReply]:
-        """Takes no new saves; tells how much is left whenever that changes, at last what cannot, or is not to, become durable."""
+    async def drain(self, ending: asyncio.Event, *, cancel: bool = False) -> AsyncIterator[DrainReply]:
+        """Takes no new saves; tells how much is left whenever that changes, at last what cannot, or is not to, become durable.
+
+        Raises Unavailable if the daemon ends (`ending`) before that.
+        """
         self.node.drained = not cancel
         if cancel:
             yield DrainReply()
@@ -179,6 +182,8 @@ class Upkeep:
                     break
                 nbytes = sum(attempt.record.summary.raw_bytes for attempt in pending)
                 reply = DrainReply(accepted=len(pending), nbytes=nbytes, begun=sorted(begun))
+                if ending.is_set():
+                    raise errors.Unavailable(f"the daemon is shutting down, and {len(pending)} checkpoints wait for its next start")
                 if reply != told:
                     told = reply
                     yield reply

@@ -69,7 +69,7 @@ async def _in_store(node: Node, checkpoint: CheckpointId, sealed_us: int, ended:
         entry = await loop.run_in_executor(node.threads, node.ledger.find, checkpoint)
     except errors.NotFound:
         if ended is None:
-            raise
+            raise errors.NotFound(f"no checkpoint {checkpoint} in the store or in memory; `ckptd list` shows what is there") from None
         raise errors.WrongPhase(f"checkpoint {checkpoint} will not become durable: {ended.reason}") from None
     refuse_older(checkpoint, entry.accepted_us, sealed_us)
     summary = await loop.run_in_executor(node.threads, node.ledger.summary, entry)

@@ -50,6 +50,8 @@ class Watch:
         self._seen: dict[str, dict[str, _Seen]] = {}
         #: Since when each attempt is watched, monotonic.
         self._since: dict[str, float] = {}
+        #: Of which somebody has said that they are durable.
+        self._told_durable: set[str] = set()
         self._woken = asyncio.Event()
         self._telling: set[asyncio.Task[object]] = set()
         node.backlog.tell = self.tell
@@ -107,6 +109,7 @@ class Watch:
         watched = self._watched()
         for name in self._seen.keys() - {attempt.name for attempt in watched}:
             del self._seen[name], self._since[name]
+            self._told_durable.discard(name)
             self.node.backlog.forget(name)
         if not watched:
             return
@@ -173,7 +176,8 @@ class Watch:
                 log.warning("%s: uploads what nodes that are gone held, %d in all", attempt.id, len(found.for_others))
             backlog.duties[name] = duty
             self.look(name)
-        if found.durable:
+        if found.durable and name not in self._told_durable:
+            self._told_durable.add(name)  # once: the next looks come at the backlog's pace
             self.look(name)
         if found.failed and attempt.pending:
             catalog.failed(name, f"another node says: {found.failed}")
@@ -188,9 +192,10 @@ class Watch:
             if found.missing_seconds >= LOST_SECONDS and attempt.pending:
                 log.error("%s is lost: %s", attempt.id, attempt.reason)
                 self.node.apply(catalog.lost(name, attempt.reason))
-        elif attempt.state == Checkpoint.LOST:
+        elif attempt.state == Checkpoint.LOST and attempt.intact:
             log.warning("%s is back: all that it consists of is held again", attempt.id)
             catalog.found(name)
+            self.taken_over(attempt)  # its copies are fetched again
             self.look(name)
         elif attempt.pending and was_doubtful:
             attempt.reason = ""

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ckptd_worker.children import Child, descendants
-from daemons import DaemonProcess
+from daemons import FAULTY, DaemonProcess
 
 #: Below the range from which the kernel takes ports for whoever does not care.
 _PORTS = range(20000, 30000)
@@ -246,6 +246,31 @@ class Hosts(Sequence[Host]):
         with contextlib.ExitStack() as stack:
             for host in self._hosts:
                 stack.callback(host.remove)
+
+
+class Troubled:
+    """A store that all hosts share, a directory at `path`: every write fails with EIO until it is told to do something else."""
+
+    def __init__(self, home: Path) -> None:
+        self.path = home / "store"
+        self._control = home / "control"
+        self.raises("EIO")
+
+    def hosts(self, count: int, **options: Any) -> Hosts:
+        """Hosts with this store; `options` are theirs."""
+        return Hosts(count, f"faulty://{self.path}", program=FAULTY, env={"FAULTY_CONTROL": str(self._control)}, **options)
+
+    def tell(self, **behaviour: Any) -> None:
+        """From now on it does what faulty_daemon.py has words for."""
+        self._control.write_text(json.dumps(behaviour))
+
+    def raises(self, error: str) -> None:
+        """From now on every write fails with that errno."""
+        self.tell(**{"raise": error})
+
+    def works(self) -> None:
+        """From now on nothing is wrong with it."""
+        self.tell()
 
 
 def until(what: str, condition: Callable[[], Any], *, timeout: float = 60.0, every: float = 0.05, said: Callable[[], str] = str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 from ckptd_client import CkptdError, DaemonStorageReader, DaemonStorageWriter
 from client.states import assert_equal, blank
+from hosts import Host, Hosts
 
 
 def part(value: int, rank: int, numel: int = 10_000) -> dict[str, Any]:
@@ -23,6 +25,24 @@ def part(value: int, rank: int, numel: int = 10_000) -> dict[str, Any]:
 def state(value: int, world: int, numel: int = 10_000) -> dict[str, Any]:
     """What all ranks together save."""
     return {key: there for rank in range(world) for key, there in part(value, rank, numel).items()}
+
+
+def addresses(hosts: Hosts) -> list[str]:
+    """Where the ranks of a save that all hosts take part in save to."""
+    return [host.address for host in hosts]
+
+
+def listed(host: Host, id: str) -> str:
+    """In which state the host's daemon lists the checkpoint; "" if it does not."""
+    found = host.daemon.list().get(id)
+    return "" if found is None else str(found["state"])
+
+
+def assert_stock_reads(store: Path, id: str, value: int, world: int) -> None:
+    """Stock DCP finds the checkpoint in the store's directory, every bit of it."""
+    found = blank(state(0, world))
+    dcp.load(found, storage_reader=dcp.FileSystemReader(store / id), no_dist=True)
+    assert_equal(found, state(value, world))
 
 
 class Save:

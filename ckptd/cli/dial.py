@@ -19,6 +19,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import grpc
 
 from ckptd import __version__, errors
+from ckptd.addresses import is_unix
 from ckptd.cli.documents import Shown
 from ckptd.model import CheckpointId, parse_target
 from ckptd.retention import Policy
@@ -175,8 +176,9 @@ def _rebuilt(address: str, deadline_seconds: float | None) -> Iterator[None]:
             raise errors.TABLE[kind](details) from error
         code = error.code()
         if code is grpc.StatusCode.UNAVAILABLE:
+            secret = "" if is_unix(address) else " (or it speaks TLS: use its unix socket)"
             raise errors.Unavailable(
-                f"no daemon answers at {address}: start one with `ckptd serve --store URL` "
+                f"no daemon answers at {address}: start one with `ckptd serve --store URL`{secret} "
                 "(all commands but status and drain can open the store itself, with --store URL)"
             ) from error
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 _CALL_SECONDS: Final = 60.0
 #: How often a daemon that works on a call without a deadline is asked whether it is still there.
 _ALIVE_SECONDS: Final = 15.0
+#: How long may pass until a connection is taken.
+_ACCEPT_SECONDS: Final = 1.0
 #: How long a best-effort clean-up may take.
 _CLEANUP_SECONDS: Final = 5.0
 _OPTIONS: Final = (
@@ -51,7 +54,7 @@ def rebuild(error: grpc.RpcError, address: str, doing: str) -> CkptdError:
     code, details = cast("Any", error).code(), cast("Any", error).details() or ""
     kind = _kind(error)
     if kind is not None:
-        return kind(details)
+        return kind(details if address in details else f"{details} (daemon at {address})")
     if code in _GONE:
         how = "took too long" if code is grpc.StatusCode.DEADLINE_EXCEEDED else "went away"
         return Unavailable(f"the ckptd daemon at {address} {how} while it was asked to {doing} ({details or code.name})")
@@ -113,7 +116,9 @@ class Daemon:
             rebuilt = rebuild(error, self.address, "say hello")
             if isinstance(rebuilt, Unavailable) and _kind(error) is None:
                 rebuilt = Unavailable(
-                    f"no ckptd daemon answers at {self.address}: start one with `ckptd serve --store URL`, or set CKPTD_ADDRESS"
+                    f"the ckptd daemon at {self.address} does not answer: is it stopped, or overloaded?"
+                    if _accepts(self.address)
+                    else f"no ckptd daemon answers at {self.address}: start one with `ckptd serve --store URL`, or set CKPTD_ADDRESS"
                 )
             raise rebuilt from error
         if _release(reply.version) != _release(__version__):
@@ -193,6 +198,21 @@ class Daemon:
             return getattr(self._stub, method)(request, timeout=seconds)
         except grpc.RpcError as error:
             raise rebuild(error, self.address, doing) from error
+
+
+def _accepts(address: str) -> bool:
+    """Whether somebody takes connections there."""
+    host, _, port = address.rpartition(":")
+    try:
+        if address.startswith("unix:"):
+            with socket.socket(socket.AF_UNIX) as tried:
+                tried.settimeout(_ACCEPT_SECONDS)
+                tried.connect(address.removeprefix("unix:"))
+        else:
+            socket.create_connection((host.strip("[]"), int(port)), _ACCEPT_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _release(version: str) -> str:

@@ -189,5 +189,8 @@ def _is_new(daemon: Daemon, checkpoint_id: str) -> bool:
     except (StoreError, Unavailable):
         return False
     if found.stock or found.state == daemon_pb2.Checkpoint.DURABLE:
-        raise WrongPhase(f"checkpoint {checkpoint_id!r} is already durable: choose another id, or pass overwrite=True to replace it")
+        raise WrongPhase(
+            f"checkpoint {checkpoint_id!r} is already durable: choose another id, or pass overwrite=True to replace it, "
+            "or is another job saving to this run?"
+        )
     return True

@@ -55,7 +55,7 @@ def test_every_kind_of_error_arrives_as_itself_with_its_message(kind: type[Ckptd
         with pytest.raises(CkptdError) as caught:
             daemon.resolve(daemon_pb2.ResolveRequest(id="step-1"))
         assert type(caught.value) is kind
-        assert str(caught.value) == "no, because of ключ step-1"
+        assert str(caught.value) == f"no, because of ключ step-1 (daemon at {daemon.address})"
         assert not unanswered(caught.value)
 
 

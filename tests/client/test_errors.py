@@ -425,3 +425,14 @@ def test_a_daemon_that_stands_still_during_a_save_leaves_no_memory_behind(daemon
     while json.loads(daemon.cli("status", "--json").stdout)["open_shards"]:
         assert time.monotonic() < deadline
     dcp.save({"t": torch.ones(1000)}, checkpoint_id="standstill", storage_writer=DaemonStorageWriter(address=daemon.address))
+
+
+def test_a_daemon_that_stands_still_is_not_one_that_has_to_be_started(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTD_CONNECT_TIMEOUT", "1")
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        error = save_failure("stopped/step-1", address=daemon.address)
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    assert f"the ckptd daemon at {daemon.address} does not answer" in str(error)
+    assert "start one" not in str(error)

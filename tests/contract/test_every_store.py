@@ -314,7 +314,9 @@ def test_nothing_outside_the_root_is_listed(bench: Bench) -> None:
     bench.open().put("a", lambda: [b"1"])
     inner = inside(bench, "step")
     beside = inside(bench, "step-2")
+    beside.probe()
     beside.put("b", lambda: [b"2"])
+    inner.probe()
     inner.put("c", lambda: [b"3"])
     assert children(inner) == ({"c": 1}, [])
     assert listed(inner) == {"c": 1}

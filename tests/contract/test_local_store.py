@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ import pytest
 from ckptd.errors import InvalidRequest, NotFound, StoreError, Unavailable
 from ckptd.filelock import LOCK_NAME
 from ckptd.localstore import LocalStore
-from ckptd.store import ABSENT, Changed, is_temporary
+from ckptd.store import ABSENT, Changed, Store, is_temporary
 from ckptd.stores import open_store
+from mounts import small_tmpfs
 
 
 def files(root: Path) -> set[str]:
@@ -252,21 +253,56 @@ def test_a_listing_looks_only_into_what_begins_as_it_was_asked(open_root: Path) 
             store.children("run/step-2")
 
 
-def test_a_root_that_does_not_exist_is_an_error_to_read_and_made_to_write(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path / "not" / "there"))
-    for call in (lambda: list(store.list()), store.children, lambda: store.children("a")):
+def every_call(store: Store) -> list[Callable[[], object]]:
+    reads = [lambda: list(store.list()), store.children, lambda: store.children("a"), lambda: store.get("a")]
+    return [*reads, lambda: store.put("a", lambda: [b"1"]), lambda: store.delete(["a"])]
+
+
+def test_a_root_that_does_not_exist_is_an_error_and_made_when_it_is_probed(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "not" / "there")
+    for call in every_call(store):
         with pytest.raises(StoreError, match="does not exist"):
             call()
-    with pytest.raises(StoreError, match="does not exist"):
-        store.get("a")
+    assert files(tmp_path) == set()
     store.probe()
     assert list(store.list()) == []
-    open_store(str(tmp_path / "another")).put("a", lambda: [b"1"])
-    assert (tmp_path / "another" / "a").read_bytes() == b"1"
+
+
+def test_a_root_that_goes_away_is_waited_for_and_nothing_is_made_in_its_place(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    store.probe()
+    store.put("a", lambda: [b"1"])
+    (tmp_path / "store").rename(tmp_path / "away")
+    for call in every_call(store):
+        with pytest.raises(Unavailable, match="has been there and is not any more"):
+            call()
+    assert files(tmp_path) == {"away", "away/a"}
+    (tmp_path / "away").rename(tmp_path / "store")
+    assert store.get("a") == b"1"
+
+
+def test_the_empty_directory_under_a_disk_that_was_unmounted_is_not_the_store() -> None:
+    with small_tmpfs("4m") as disk:
+        below = disk / "run"
+        below.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "ckptd-test", str(below)], check=True)
+        store = LocalStore(below / "store")
+        store.probe()
+        store.put("a", lambda: [b"1"])
+        elsewhere = LocalStore(disk / "other")
+        elsewhere.probe()
+        subprocess.run(["umount", str(below)], check=True)
+        (below / "store").mkdir()
+        for call in every_call(store):
+            with pytest.raises(Unavailable, match="mount it again"):
+                call()
+        assert files(below / "store") == set()
+        assert list(elsewhere.list()) == []
 
 
 def test_delete_removes_the_directories_it_empties_and_no_others(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
+    store.probe()
     for key in ("run/step-1/.metadata", "run/step-1/.ckptd/x", "run/step-2/.metadata"):
         store.put(key, lambda: [b"1"])
     (tmp_path / "store" / "mine").mkdir()
@@ -320,6 +356,7 @@ def test_a_relative_path_is_fixed_when_the_store_is_opened(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     store = open_store("some/store")
     monkeypatch.chdir("/")
+    store.probe()
     store.put("a", lambda: [b"1"])
     assert (tmp_path / "some" / "store" / "a").read_bytes() == b"1"
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -64,6 +64,27 @@ def test_saves_are_accepted_and_loaded_while_the_store_is_away_and_durable_when_
     assert faulty.load("run/latest") == 1.0
 
 
+def test_a_directory_that_is_moved_away_is_waited_for_and_never_taken_for_an_empty_one(tmp_path: Path) -> None:
+    store, away = tmp_path / "store", tmp_path / "away"
+    with DaemonProcess(str(store)) as daemon:
+
+        def save(id: str) -> None:
+            dcp.save({"t": torch.ones(1000)}, checkpoint_id=id, storage_writer=DaemonStorageWriter(address=daemon.address))
+
+        save("run/step-1")
+        wait("run/step-1", address=daemon.address, timeout=60)
+        store.rename(away)
+        save("other/step-1")
+        for asked in ("run/latest", "run/step-2"):
+            shown = daemon.cli("show", asked)
+            assert shown.returncode == 3
+            assert "has been there and is not any more" in shown.stderr
+        assert not store.exists()
+        away.rename(store)
+        wait("other/step-1", address=daemon.address, timeout=60)
+        assert daemon.cli("show", "run/latest").returncode == 0
+
+
 @pytest.mark.timeout(60)
 def test_the_newest_checkpoint_is_not_guessed_while_the_store_is_away(faulty: Faulty) -> None:
     faulty.tell(list_raises="EIO", **{"raise": "EIO"})

@@ -98,6 +98,10 @@ def test_wait_says_durable_and_what_is_not_there_is_1(where: list[str]) -> None:
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
 
 
+def test_a_daemon_that_waits_in_vain_has_looked_into_memory_too(daemon: DaemonProcess) -> None:
+    assert "no checkpoint step-99 in the store or in memory" in ckptd("wait", "step-99", "--address", daemon.address).stderr
+
+
 def test_status_counts_what_there_is(daemon: DaemonProcess) -> None:
     status = document("status", "--address", daemon.address)
     assert status["pid"] == daemon.pid

@@ -174,7 +174,7 @@ def test_other_machines_without_tls_are_worth_a_warning(home: Path, shm_dir: Pat
     # An address that is not this machine's, so that nothing listens beyond it: the warning comes first.
     address = f"192.0.2.1:{free_port()}"
     where = ["--listen", f"unix:{home}/s", "--listen", address, "--insecure"]
-    done = serve("--store", str(home / "store"), *where, "--shm-dir", str(shm_dir))
+    done = serve("--store", str(home / "store"), *where, "--shm-dir", str(shm_dir), "--shared-store")
     refused(done, 2, f"cannot listen on {address}")
     warnings = [line for line in done.stderr.splitlines() if " WARNING ckptd.daemon " in line]
     assert len(warnings) == 1
@@ -189,3 +189,11 @@ def test_the_ready_line_names_what_trainers_call(home: Path) -> None:
         assert daemon.process.stdout is not None
         assert daemon.process.stdout.readline() == f"ready {daemon.address} {home / 'store'}\n"
         assert daemon.cli("status").returncode == 0
+
+
+def test_a_directory_that_others_may_not_see_is_worth_a_warning_where_others_can_call(home: Path) -> None:
+    with DaemonProcess(str(home / "store"), "--listen", f"127.0.0.1:{free_port()}") as daemon:
+        assert daemon.log.read_text().count("saves of several nodes are refused") == 1
+        daemon.arguments.append("--shared-store")
+        daemon.restart()
+        assert daemon.log.read_text().count("saves of several nodes are refused") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -15,8 +16,9 @@ import pytest
 import trustme
 
 from ckptd import __version__, config, tls
-from ckptd.errors import InvalidRequest
-from ckptd.v1 import daemon_pb2, daemon_pb2_grpc
+from ckptd.errors import InvalidRequest, Unavailable
+from ckptd.peers import Peers
+from ckptd.v1 import daemon_pb2, daemon_pb2_grpc, peer_pb2
 from daemons import DaemonProcess
 
 
@@ -231,3 +233,45 @@ def test_a_daemon_with_files_that_cannot_work_ends_with_2_and_their_name(files: 
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert done.stderr.splitlines()[-1].startswith(f"ckptd: --tls-key: {files.key} holds no key")
+
+
+def told(address: str, credentials: grpc.ChannelCredentials | None) -> str:
+    """What a node says that cannot call the one at `address`."""
+
+    async def call() -> str:
+        peers = Peers("", credentials=credentials)
+        try:
+            with pytest.raises(Unavailable) as caught:
+                await peers.call(address, "say something", lambda stub: stub.Watch(peer_pb2.WatchRequest()))
+            return str(caught.value)
+        finally:
+            await peers.close()
+
+    return asyncio.run(call())
+
+
+def test_who_calls_without_tls_is_told_of_it(node: Node) -> None:
+    assert f"the ckptd daemon at {node.address} ended the connection: it may speak TLS, and this one does not" in told(node.address, None)
+
+
+def test_another_ca_or_host_is_told_in_our_words_and_the_original_ones_stay(node: Node, files: Files, tmp_path: Path) -> None:
+    other = tls.channel_credentials(issue(tmp_path / "other", trustme.CA(), "127.0.0.1").settings())
+    said = told(node.address, other)
+    assert f"the ckptd daemon at {node.address} is not trusted: its certificate is not signed by this node's --tls-ca" in said
+    assert "CERTIFICATE_VERIFY_FAILED" in said.partition("[")[2]
+    assert "names another host" in told(node.unnamed, tls.channel_credentials(files.settings()))
+
+
+def test_a_node_without_tls_is_told_of_it(files: Files, tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with DaemonProcess(str(tmp_path / "store"), "--listen", address, memory="64MiB"):
+        assert "speaks no TLS, and this one does: give all nodes" in told(address, tls.channel_credentials(files.settings()))
+
+
+def test_a_key_that_others_can_read_is_worth_a_warning(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+    files.key.chmod(0o600)
+    tls.server_credentials(files.settings())
+    assert caplog.messages == []
+    files.key.chmod(0o640)
+    tls.server_credentials(files.settings())
+    assert [f"chmod 600 {files.key}" in message for message in caplog.messages] == [True]

@@ -283,3 +283,14 @@ def test_a_copied_or_renamed_checkpoint_is_read_from_its_own_files(tmp_path: Pat
         stock["t"].fill_(9.0)
         dcp.save(stock, checkpoint_id=store / "stock" / "step-1")
         assert (load(daemon, "kept/ours"), load(daemon, "kept/stock"), load(daemon, "stock/step-1")) == (1.0, 7.0, 9.0)
+
+
+def test_a_drain_of_a_daemon_that_ends_is_told_so_and_leaves_no_traceback(held: tuple[DaemonProcess, Path]) -> None:
+    daemon, _ = held
+    save(daemon, "step-1", durable=False)
+    assert daemon.process is not None
+    daemon.process.terminate()
+    done = daemon.cli("drain")
+    assert (done.returncode, "the daemon is shutting down" in done.stderr) == (3, True), done
+    daemon.process.wait(60)
+    assert "Traceback" not in daemon.log.read_text()

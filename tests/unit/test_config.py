@@ -295,3 +295,8 @@ def test_a_switch_in_the_file_is_true_or_false_and_a_flag_turns_it_on(tmp_path: 
 
 def test_who_only_looks_is_not_asked_whether_the_daemons_addresses_go_together() -> None:
     assert config.load({}, {"CKPTD_LISTEN": f"{SOCKET},0.0.0.0:7070"}, storeless=True).address == SOCKET
+
+
+def test_two_tls_files_that_are_missing_are_both_named() -> None:
+    with pytest.raises(InvalidRequest, match="--tls-key and --tls-ca are not given"):
+        settings_of([SOCKET], **{"tls-cert": "/tls/node.pem"})

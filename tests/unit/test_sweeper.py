@@ -1028,6 +1028,7 @@ def clean_up(store: Store) -> None:
 def test_whatever_call_is_the_last_one_nothing_live_is_lost_and_the_next_one_goes_on(shm_dir: Path) -> None:
     root = shm_dir / "store"
     store = LocalStore(root)
+    store.probe()
     scene(store)
     age(root, 60)
     kept = refers(store, "run/kept") | refers(store, "run/over")
