@@ -207,6 +207,17 @@ def test_older_durable_checkpoints_go_before_the_newest() -> None:
     assert [precious for _, precious in victims] == [False] * 6 + [True] * 3
 
 
+def test_what_not_all_have_accepted_loses_its_memory_before_what_is_a_promise() -> None:
+    driver = Driver()
+    promised, _ = driver.save("step-1")
+    driver.now_us += 1_000
+    adopted = prepare(driver.catalog, driver.request("step-1"), driver.now_us)
+    driver.catalog.accept(adopted, confirmed=False)
+    for attempt in driver.catalog.attempts.values():
+        attempt.doubtful = True
+    assert [token for token, _ in driver.catalog.victims()] == [*sorted(tokens(adopted)), *sorted(tokens(promised))]
+
+
 def test_a_pinned_attempt_is_no_victim() -> None:
     driver = Driver()
     record, _ = driver.save("step-1")
