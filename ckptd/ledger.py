@@ -195,7 +195,7 @@ class Ledger:
     def stands(self, id: CheckpointId, attempt: str) -> Summary | None:
         """The summary of that attempt if it is the durable one and none of its files is missing; else None.
 
-        Who committed it may have died, or failed, before its last look at the files.
+        Who committed it may have died, or failed, before its last look at the files. Raises what the store raises, and Corrupt.
         """
         entry = self._look(id)
         if entry is None or entry.damaged or entry.attempt != attempt or not self._is_whole(entry):

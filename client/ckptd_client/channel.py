@@ -210,7 +210,7 @@ def _accepts(address: str) -> bool:
                 tried.connect(address.removeprefix("unix:"))
         else:
             socket.create_connection((host.strip("[]"), int(port)), _ACCEPT_SECONDS).close()
-    except OSError:
+    except (OSError, ValueError):  # also an address of another kind that gRPC knows
         return False
     return True
 
