@@ -15,18 +15,19 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from ckptd import errors, parts
+from ckptd import errors
 from ckptd.arena import Arena
 from ckptd.attempt import Attempt, Effect
 from ckptd.catalog import Catalog
 from ckptd.flusher import Flusher, Stopped
-from ckptd.ledger import Ledger
+from ckptd.jointflush import Duty, Incomplete, JointFlush
+from ckptd.ledger import Ledger, WasDeleted
 from ckptd.model import CheckpointId
+from ckptd.scan import Entry
 from ckptd.v1.daemon_pb2 import Checkpoint
 from ckptd.v1.manifest_pb2 import StoredShard
 
@@ -35,17 +36,10 @@ log = logging.getLogger(__name__)
 BACKOFF_SECONDS = 60.0
 #: What other nodes have not uploaded by then is worth a word.
 LATE_SECONDS = 30.0
+#: What another node calls durable and the store does not have for so long was taken away by somebody who told nobody.
+DENIED_SECONDS = 60.0
 #: Longest pause between two looks at what other nodes have uploaded; they also tell.
 LOOK_SECONDS = 5.0
-
-
-class Incomplete(errors.CkptdError):
-    """What this node could do for an attempt is done; the shards of `ranks` are not in the store yet. `news`: some of its own are now."""
-
-    def __init__(self, ranks: Iterable[int], *, news: bool) -> None:
-        super().__init__(f"the shards of ranks {', '.join(map(str, ranks))} are not in the store yet")
-        self.ranks = frozenset(ranks)
-        self.news = news
 
 
 class Tell(Protocol):
@@ -56,16 +50,6 @@ class Tell(Protocol):
 
 def _nobody(attempt: Attempt, *, everybody: bool) -> None:
     """This node is alone."""
-
-
-@dataclass(slots=True)
-class Duty:
-    """What this node does for an attempt that several nodes hold."""
-
-    commits: bool = False
-    """It is the one that puts `.metadata`, once all shards are in the store."""
-    for_others: frozenset[str] = frozenset()
-    """Tokens of shards that it uploads in place of nodes that are gone."""
 
 
 @dataclass(slots=True)
@@ -80,6 +64,8 @@ class Retry:
     noted: set[str] = field(default_factory=set)
     #: When something was missing of other nodes for the first time, monotonic.
     since: float = 0.0
+    #: When the store did not have what another node calls durable for the first time, monotonic.
+    denied: float = 0.0
     #: How often nothing was left to do but to wait for other nodes.
     looks: int = 0
 
@@ -112,6 +98,7 @@ class Backlog:
         self.arena = arena
         self.ledger = ledger
         self.flusher = flusher
+        self.joint = JointFlush(ledger, flusher, catalog.node)
         self.threads = threads
         self.apply = apply
         #: What this node has to do for attempts that several nodes hold; nothing but its own shards, if an attempt is not here.
@@ -122,6 +109,8 @@ class Backlog:
         self.proved: Callable[[str], None] = lambda _: None
         #: Told of what is in the store, and others wait for: the committer for shards, everybody for `.metadata`.
         self.tell: Tell = _nobody
+        #: Takes away what a commit of this node has put after its attempt was deleted.
+        self.take_away: Callable[[Entry], object] = lambda _: None
         #: Told of every checkpoint that becomes durable.
         self.became_durable: Callable[[CheckpointId], None] = lambda _: None
         #: Attempts of an earlier daemon: the store may have them already.
@@ -189,8 +178,12 @@ class Backlog:
         if not attempt.record.durable or retry.not_before > time.monotonic():
             return
         retry.later()
-        with suppress(errors.CkptdError):  # a store that cannot be asked says nothing new
-            self.missing[attempt.name] = await asyncio.get_running_loop().run_in_executor(self.threads, self._lacking, attempt)
+        try:
+            self.missing[attempt.name] = await asyncio.get_running_loop().run_in_executor(self.threads, self.joint.lacking, attempt)
+        except errors.WrongPhase as exc:
+            self.apply(self.catalog.aborted(attempt.name, str(exc)))
+        except errors.CkptdError as exc:  # a store that cannot be asked says nothing new
+            log.debug("what the store has of %s is not known: %s", attempt.id, exc)
 
     async def flush(self, attempt: Attempt) -> None:
         """Tries once to make an attempt durable; the catalogue learns if it worked, or never will."""
@@ -203,22 +196,16 @@ class Backlog:
         try:
             paths = {token: self.arena.get(token).path for token in attempt.held}
             if not attempt.confirmed:
-                if not await loop.run_in_executor(self.threads, self._is_proved, attempt):
+                if not await loop.run_in_executor(self.threads, self.joint.is_proved, attempt):
                     retry.soon()
                     return
                 self.proved(name)
-            tried = functools.partial(self._try_joint, self.duties.get(name, Duty()), retry.noted) if attempt.joint else self._try
+            tried = functools.partial(self.joint.flush, self.duties.get(name, Duty()), retry.noted) if attempt.joint else self._try
             stored = await loop.run_in_executor(self.threads, tried, attempt, paths, retry.done, stop)
         except Stopped:
             pass
         except Incomplete as exc:
-            self.missing[name] = exc.ranks
-            if exc.news:
-                self.tell(attempt, everybody=False)
-            retry.soon()
-            retry.since = retry.since or time.monotonic()
-            if exc.ranks and time.monotonic() - retry.since > LATE_SECONDS:
-                self.catalog.delayed(name, f"{exc}: is {self.ledger.url} the same on all nodes, and can they write to it?")
+            self._waits(attempt, retry, exc)
         except (errors.Unavailable, errors.NotFound, errors.Corrupt) as exc:
             if not isinstance(exc, errors.Unavailable):
                 retry.done.clear()  # a file that was put is not there any more, or not whole: put all again
@@ -226,6 +213,8 @@ class Backlog:
             log.warning("flush of %s failed, try %d, again in %.1f s: %s", checkpoint, retry.tries, pause, exc)
             self.catalog.delayed(name, f"{retry.tries} {'try' if retry.tries == 1 else 'tries'} failed: {exc}")
         except errors.WrongPhase as exc:
+            if isinstance(exc, WasDeleted) and exc.entry is not None:
+                await loop.run_in_executor(self.threads, self._undo, exc.entry)
             log.warning("flush of %s ended: %s", checkpoint, exc)
             self.apply(self.catalog.aborted(name, str(exc)))
         except errors.CkptdError as exc:
@@ -243,6 +232,23 @@ class Backlog:
                     notes.pop(name, None)
             self.apply(self.catalog.unpin(name))
 
+    def _waits(self, attempt: Attempt, retry: Retry, found: Incomplete) -> None:
+        """The attempt waits for other nodes."""
+        name, now = attempt.name, time.monotonic()
+        self.missing[name] = found.ranks
+        if found.news:
+            self.tell(attempt, everybody=False)
+        retry.soon()
+        retry.since = retry.since or now
+        if self.duties.get(name, Duty()).durable:
+            retry.denied = retry.denied or now
+        if retry.denied and now - retry.denied > DENIED_SECONDS:
+            self.catalog.failed(
+                name, f"another node says that it was durable, and {self.ledger.url} does not have it: was it removed there?"
+            )
+        elif found.ranks and now - retry.since > LATE_SECONDS:
+            self.catalog.delayed(name, f"{found}: is {self.ledger.url} the same on all nodes, and can they write to it?")
+
     def _open(self) -> list[Attempt]:
         """What may be flushed now."""
         return [] if self._ended or self.paused else [a for a in self.catalog.to_flush() if a.id not in self.held]
@@ -258,63 +264,12 @@ class Backlog:
             return summary.stored_bytes
         return self.flusher.flush(attempt.record, paths, done, stop).summary.stored_bytes
 
-    def _is_proved(self, attempt: Attempt) -> bool:
-        """In a thread: whether the store shows that all have accepted the attempt: only who knows it puts parts."""
-        if parts.listed(self.flusher.store, attempt.id, attempt.name):
-            return True
-        with suppress(errors.NotFound):
-            return self.ledger.find(attempt.id).attempt == attempt.name
-        return False
-
-    def _lacking(self, attempt: Attempt) -> frozenset[int]:
-        """In a thread: ranks whose shards are not in the store."""
-        with suppress(errors.NotFound):
-            if self.ledger.find(attempt.id).attempt == attempt.name:  # committed: its parts are gone
-                return frozenset()
-        there = parts.listed(self.flusher.store, attempt.id, attempt.name)
-        return frozenset(receipt.rank for receipt in attempt.record.shards if receipt.rank not in there)
-
-    def _try_joint(
-        self, duty: Duty, noted: set[str], attempt: Attempt, paths: dict[str, Path], done: dict[str, StoredShard], stop: threading.Event
-    ) -> int:
-        """In a thread: one try at an attempt that several nodes hold. Raises Incomplete as long as it waits for others."""
-        record, store = attempt.record, self.flusher.store
-        there = parts.listed(store, attempt.id, attempt.name)
-        with suppress(errors.NotFound):
-            entry = self.ledger.find(attempt.id)
-            # Who commits must look at the files, too: whoever put `.metadata` may have had no time for it.
-            if entry.attempt == attempt.name and not entry.damaged and not duty.commits:
-                return self.ledger.summary(entry).stored_bytes
-            if entry.attempt == attempt.name and (summary := self.ledger.stands(attempt.id, attempt.name)) is not None:
-                return summary.stored_bytes
-            if entry.attempt is not None and entry.attempt > attempt.name:
-                raise errors.WrongPhase(f"{attempt.id}: superseded by attempt {entry.attempt}, which is durable")
-        mine = (attempt.own | duty.for_others) & paths.keys()
-        ours = [receipt for receipt in record.shards if receipt.rank not in there and receipt.token in mine]
-        if ours:
-            for receipt in ours:
-                if receipt.token in noted:  # somebody found that its part, or its file, is no good
-                    done.pop(receipt.token, None)
-            self.flusher.upload(record, ours, paths, done, stop)
-            for receipt in ours:
-                parts.put(store, attempt.id, attempt.name, self.catalog.node, done[receipt.token])
-                noted.add(receipt.token)
-            there = parts.listed(store, attempt.id, attempt.name)
-        ranks = {receipt.rank for receipt in record.shards}
-        if (missing := ranks - there.keys()) or not duty.commits:
-            raise Incomplete(sorted(missing), news=bool(ours))
-        found = parts.find(store, attempt.id, attempt.name)
-        if missing := ranks - found.shards.keys():
-            store.delete(found.damaged)
-            raise Incomplete(sorted(missing), news=False)
-        keys = [key for of_rank in there.values() for key in of_rank]
+    def _undo(self, entry: Entry) -> None:
+        """In a thread: the deletion counts."""
         try:
-            committed = self.flusher.commit(record, [found.shards[receipt.rank] for receipt in record.shards], paths, stop)
-        except (errors.NotFound, errors.Corrupt):  # a file that a part names is gone, or not whole: all nodes put theirs again
-            store.delete(keys)
-            raise
-        store.delete(keys)
-        return committed.summary.stored_bytes
+            self.take_away(entry)
+        except errors.CkptdError as exc:
+            log.error("%s was deleted while it was committed, and could not be taken away again (delete it again): %s", entry.id, exc)  # noqa: TRY400
 
     def _durable(self, attempt: Attempt, stored_bytes: int, seconds: float) -> None:
         effects = self.catalog.flushed(attempt.name, stored_bytes)

@@ -1,12 +1,11 @@
 """What this node holds in memory: shards, attempts and who may lose them.
 
-A pure state machine. Events come in as plain calls, what must follow comes out as
-effects; nothing here awaits, reads a clock or touches a file, so each transition
-is atomic on the daemon's loop. The caller writes an attempt's record *before*
+A pure state machine. Events come in as plain calls, what must follow comes out as effects; nothing here awaits, reads
+a clock or touches a file, so each transition is atomic on the daemon's loop. The caller writes an attempt's record *before*
 `accept`, and carries out the effects in their order.
 
-An attempt moves accepted -> durable, or ends as failed or aborted. Its segments are
-kept as long as nothing else needs their memory; `victims` says in which order they go.
+An attempt moves accepted -> durable, or ends as failed, aborted or lost. Its segments are kept as long as nothing else
+needs their memory; `victims` says in which order they go.
 """
 
 from __future__ import annotations
@@ -249,8 +248,7 @@ class Catalog:
         if self.pins[name] > 0:
             return []
         del self.pins[name]
-        attempt = self.attempts.get(name)
-        if attempt is None:
+        if (attempt := self.attempts.get(name)) is None:
             return []
         gone = attempt.state == Checkpoint.ABORTED or (attempt.state == Checkpoint.LOST and not attempt.intact)
         return self._let_go(attempt) if gone else []
@@ -285,6 +283,8 @@ class Catalog:
             )
         elif attempt.pending:
             effects += self._end(attempt, Checkpoint.ABORTED, "its memory was needed after a newer checkpoint had become safe")
+        elif attempt.state == Checkpoint.LOST and not self.pins[attempt.name]:
+            effects += self._let_go(attempt)  # whatever comes back, it cannot be whole any more
         elif attempt.state == Checkpoint.DURABLE and not attempt.held:
             self._remove(attempt.name)
         return effects

@@ -18,7 +18,7 @@ from typing import Final
 
 from ckptd.model import OWN_DIRECTORY, CheckpointId
 from ckptd.store import Object, is_temporary
-from ckptd.tombstone import COMMIT_SECONDS, DELETION_SECONDS, is_tombstone
+from ckptd.tombstone import COMMIT_SECONDS, DELETION_SECONDS, REFUSAL_SECONDS, is_refusal, is_tombstone
 from ckptd.v1.manifest_pb2 import Tombstone
 
 #: A deletion that has not taken its `.metadata` away by then never will: its tombstone means nothing.
@@ -133,6 +133,8 @@ def plan(directory: Directory, *, grace_seconds: float, orphan_age_seconds: floa
         since = directory.objects[name].modified or listed.deleted_us / 1e6
         if _is_void(directory, name):
             ended += [name] if is_old(since, VOID_SECONDS, now) else []
+        elif is_refusal(listed.save_id):
+            ended += [name] if is_old(since, REFUSAL_SECONDS, now) else []
         elif not is_old(since, grace_seconds, now):
             later.update(listed.files)
         elif referred is not None:

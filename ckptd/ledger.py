@@ -4,7 +4,7 @@ Promises: what is listed was committed; `.metadata` is put last, after the files
 have been seen in the store; a store that cannot be read raises and is never taken for an
 empty one; an older attempt is not put over a newer one that is there, nor over one that came
 after the last look, where the store knows conditional puts; an attempt that was
-deleted is not committed again, and none counts as committed while a deletion of its id could
+deleted, durable or not yet, is not committed again, and none counts as committed while a deletion of its id could
 still take its `.metadata` away. Committing the same attempt again is harmless. Reads no item
 table to list, runs no pickle, deletes nothing but a pin.
 """
@@ -21,10 +21,18 @@ from ckptd.errors import Corrupt, InvalidRequest, NotFound, Unavailable, WrongPh
 from ckptd.model import OWN_DIRECTORY, CheckpointId, data_key, manifest_key, metadata_key, mint_token, pin_key
 from ckptd.scan import Entry, Scan, entry_of, marks_of, parallel, save_id, scan, step_of, tombstones
 from ckptd.store import ABSENT, Changed, Object, Store
-from ckptd.tombstone import COMMIT_SECONDS, DELETION_SECONDS
+from ckptd.tombstone import COMMIT_SECONDS, DELETION_SECONDS, is_refusal
 from ckptd.v1.manifest_pb2 import Manifest, Summary
 
 log = logging.getLogger(__name__)
+
+
+class WasDeleted(WrongPhase):
+    """The attempt was deleted. `entry`: it is there all the same, because a commit and the deletion have met, and has to go again."""
+
+    def __init__(self, id: CheckpointId, attempt: str, entry: Entry | None) -> None:
+        super().__init__(f"{id}: attempt {attempt} has been deleted")
+        self.entry = entry
 
 
 class Ledger:
@@ -147,8 +155,8 @@ class Ledger:
 
         Fills `metadata_*` and `summary.stored_bytes` (bytes of the data files) of `contents` in place.
         `client_pickle`: Metadata without storage_data, protocol 2. Returns as well if that attempt is
-        durable already. Raises WrongPhase if a newer attempt is; InvalidRequest if, with `only_new`, any other
-        is; NotFound (missing) or Corrupt (wrong size) naming a data file that has to be uploaded again;
+        durable already. Raises WrongPhase if a newer attempt is, WasDeleted if it was deleted; InvalidRequest if, with `only_new`,
+        any other is; NotFound (missing) or Corrupt (wrong size) naming a data file that has to be uploaded again;
         Unavailable if it may be tried again, also because a deletion of the id is under way.
         """
         attempt = contents.summary.attempt
@@ -192,15 +200,16 @@ class Ledger:
         # A sweep that did not know of the commit may have met it half-way.
         self._check_files(id, contents if settled.save_id == name else self.manifest(settled))
 
-    def stands(self, id: CheckpointId, attempt: str) -> Summary | None:
+    def stands(self, id: CheckpointId, attempt: str, *, whole: bool = True) -> Summary | None:
         """The summary of that attempt if it is the durable one and none of its files is missing; else None.
 
-        Who committed it may have died, or failed, before its last look at the files. Raises what the store raises, and Corrupt.
+        Who committed it may have died, or failed, before its last look at the files; not `whole`: they are not looked at.
+        Raises WrongPhase if a newer attempt is durable, WasDeleted if this one was deleted; what the store raises, and Corrupt.
         """
-        entry = self._look(id)
-        if entry is None or entry.damaged or entry.attempt != attempt or not self._is_whole(entry):
+        now, _ = self._now(id, attempt)
+        if now is None or now.damaged or now.attempt != attempt or (whole and not self._is_whole(now)):
             return None
-        return self.summary(entry)
+        return self.summary(now)
 
     def _is_whole(self, entry: Entry) -> bool:
         """Whether everything that its manifest names is there: what is not can be committed once more."""
@@ -215,34 +224,40 @@ class Ledger:
         """The entry of `attempt` if it is the durable one, for good; and the version of what is there, which a commit replaces.
 
         The version is as old as what was read under it, or older: a put over it cannot hit what nobody looked at.
-        Raises WrongPhase if a newer one is, or if `attempt` was deleted; InvalidRequest if none may be replaced.
+        Raises WrongPhase if a newer one is, WasDeleted if `attempt` was deleted; InvalidRequest if none may be replaced.
         """
+        now, deletions = self._now(id, attempt, only_new=only_new)
+        if now is None:
+            return None, ABSENT
+        if now.attempt != attempt:
+            return None, now.metadata.version
+        # One that was put after this `.metadata` has seen it. By this machine's clock where the store tells no times.
+        put = now.modified or time.time()
+        threats = [since for key, since, of in deletions if key not in self.ended_deletions and not is_refusal(of) and of[:24] != attempt]
+        threatened = any(-1.0 <= put - since < DELETION_SECONDS for since in threats)
+        return None if now.damaged or threatened else now, now.metadata.version
+
+    def _now(self, id: CheckpointId, attempt: str, *, only_new: bool = False) -> tuple[Entry | None, list[tuple[str, float, str]]]:
+        """What is durable, if it is not newer than `attempt`, and the deletions of the id. Raises as `_standing`."""
         marks = marks_of(self._store, id)
         now = entry_of(self._store, id, marks)
         if only_new and now is not None and now.attempt != attempt:
             raise InvalidRequest(f"{id} is durable already: save under another id, or with overwrite=True")
-        if now is None:
-            if any(of == attempt for _, of in self._deletions(tombstones(id, marks))):
-                raise WrongPhase(f"{id}: attempt {attempt} was durable and has been deleted")
-            return None, ABSENT
-        version = now.metadata.version
-        if now.attempt is None or now.attempt < attempt:
-            return None, version
-        if now.attempt > attempt:
+        if now is not None and now.attempt is not None and now.attempt > attempt:
             raise WrongPhase(f"{id}: attempt {attempt} is superseded by attempt {now.attempt}, which is durable")
-        # One that was put after this `.metadata` has seen it. By this machine's clock where the store tells no times.
-        put = now.modified or time.time()
-        unended = [found for found in tombstones(id, marks) if found.key not in self.ended_deletions]
-        threats = [since for since, of in self._deletions(unended) if of != attempt]
-        threatened = any(-1.0 <= put - since < DELETION_SECONDS for since in threats)
-        return None if now.damaged or threatened else now, version
+        deletions = list(self._deletions(tombstones(id, marks)))
+        there = now if now is not None and now.attempt == attempt else None
+        # A deletion of exactly what is there is under way, or was given up.
+        if any(of[:24] == attempt and (there is None or of != there.save_id) for _, _, of in deletions):
+            raise WasDeleted(id, attempt, there)
+        return now, deletions
 
-    def _deletions(self, listed: Sequence[Object]) -> Iterator[tuple[float, str]]:
-        """When the deletions of these tombstones began, and which attempt each means ("" for a stock one)."""
+    def _deletions(self, listed: Sequence[Object]) -> Iterator[tuple[str, float, str]]:
+        """The key of each tombstone, when its deletion began, and what it means: a save id, an attempt, or "" for a stock one."""
         for one in listed:
             with contextlib.suppress(NotFound, Corrupt):  # swept meanwhile; a damaged one deletes nothing
                 found = tombstone.decode(self._store.get(one.key))
-                yield one.modified or found.deleted_us / 1e6, found.save_id[:24]
+                yield one.key, one.modified or found.deleted_us / 1e6, found.save_id
 
     def _check_files(self, id: CheckpointId, contents: Manifest) -> None:
         there = {found.key: found.nbytes for found in self._store.list(f"{id}/__")}

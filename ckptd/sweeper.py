@@ -104,6 +104,11 @@ class Sweeper:
         log.debug("deleted %s: %d files of %d bytes go after the grace", entry.id, deleted.files, deleted.nbytes)
         return deleted
 
+    def refuse(self, id: CheckpointId, attempt: str) -> None:
+        """An attempt that is not durable never becomes it: a commit of it that is on its way sees this, or is seen by a later look."""
+        now_us = int(time.time() * 1e6)
+        self._put(id, tombstone.name(now_us), Tombstone(id=str(id), save_id=attempt, deleted_us=now_us))
+
     def sweep(
         self,
         run: str | None,

@@ -5,8 +5,8 @@
     magic, 8 bytes | Tombstone (protobuf) | xxh3_128 of everything before it, 16 bytes, big-endian
 
 Two kinds of files have this content, and their names tell them apart. A *tombstone*, `….deleted`, belongs to
-a `.metadata` that is taken away right after it. A *list of debris*, `….debris`, takes no `.metadata` away: it names
-what saves that were cut off or superseded have left.
+a `.metadata` that is taken away right after it; or, as a *refusal*, to an attempt that is not durable yet and shall never be.
+A *list of debris*, `….debris`, takes no `.metadata` away: it names what saves that were cut off or superseded have left.
 
 Promises: `decode` returns what `encode` was given or raises Corrupt, and never a name that leads out of
 the checkpoint's directory or to a `.metadata`. Never touches a store.
@@ -29,6 +29,8 @@ from ckptd.v1.manifest_pb2 import Tombstone
 #: A deletion takes `.metadata` away at most half so long after its tombstone was put (see ckptd/sweeper.py); the rest is for
 #: what is on its way. By the store's clock.
 DELETION_SECONDS: Final = 10.0
+#: So long it is remembered that an attempt was deleted before it was durable: a node that holds it may be away.
+REFUSAL_SECONDS: Final = 86400.0
 #: A commit puts `.metadata` at most half so long after its manifest (see ckptd/ledger.py); no manifest is debris before.
 COMMIT_SECONDS: Final = 300.0
 
@@ -49,6 +51,11 @@ def debris_name(now_us: int) -> str:
 def is_tombstone(file: str) -> bool:
     """Whether `name` made it."""
     return _kind(file) == "deleted"
+
+
+def is_refusal(save_id: str) -> bool:
+    """Whether a tombstone that means this means an attempt, whichever manifest it may get."""
+    return len(save_id) == 24
 
 
 def is_list(file: str) -> bool:

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
+from contextlib import suppress
 from typing import TypeVar
 
 from ckptd import errors, parts
@@ -73,10 +74,13 @@ class Upkeep:
         #: Tells the other nodes that hold an attempt that it goes.
         self.abandon: Callable[[Record, str], Awaitable[bool]] = nobody_else
         self._one_at_a_time = asyncio.Lock()
+        #: Attempts that were deleted here, of which neither all other nodes nor the store know it.
+        self._owed: dict[CheckpointId, list[str]] = {}
         #: When each run that this node saves to is looked at next, in the loop's time.
         self._due: dict[str, float] = {}
         self._woken = asyncio.Event()
         node.backlog.became_durable = self._became_durable
+        node.backlog.take_away = sweeper.delete
 
     # -- what is asked for ------------------------------------------------------------------
 
@@ -113,17 +117,18 @@ class Upkeep:
     async def delete(self, checkpoint: CheckpointId) -> tuple[Deleted, float]:
         """Deletes one checkpoint from store and memory; returns what goes, and after how many seconds.
 
-        Raises NotFound; WrongPhase if it is pinned or a load reads it.
+        Raises NotFound; WrongPhase if it is pinned or a load reads it; Unavailable if it may come back without a second deletion.
         """
         async with self._one_at_a_time:
             entry = await self._find(checkpoint)
             if entry is not None and entry.pinned:
                 raise errors.WrongPhase(f"{checkpoint} is pinned: `ckptd unpin {checkpoint}` first")
             held = [one for one in self.node.catalog.attempts.values() if one.id == checkpoint and (one.restorable or one.pending)]
-            joint = await self._joint(checkpoint)
+            joint, known = await self._joint(checkpoint)
             if checkpoint in self.restore.reading():
                 raise errors.WrongPhase(f"{checkpoint} cannot be deleted now: a load reads it; try again when that has ended")
-            if entry is None and not held and not joint:
+            known += [name for name in self._owed.get(checkpoint, ()) if name not in known]
+            if entry is None and not held and not joint and checkpoint not in self._owed:
                 raise errors.NotFound(f"no checkpoint {checkpoint} in the store or in memory; `ckptd list` shows what is there")
             self.node.backlog.held.add(checkpoint)
             try:
@@ -132,19 +137,27 @@ class Upkeep:
                     await self.node.changed()
                 entry = await self._find(checkpoint)  # what was on its way may have arrived
                 deleted = Deleted(checkpoint, 0, 0) if entry is None else await self._run(self.sweeper.delete, entry)
+                noted = await self._refuse(checkpoint, known)
                 # Not before: a deletion that failed must not have thrown a newer save away.
                 self.node.forget(checkpoint)
                 heard = await asyncio.gather(*(self.abandon(record, "it was deleted") for record in joint))
                 unheard = [record.summary.attempt for record, all_heard in zip(joint, heard, strict=True) if not all_heard]
                 for record in joint:  # who has not heard finds nothing to commit
                     await self._run(self._forget_parts, checkpoint, record.summary.attempt)
-                entry = await self._find(checkpoint) if joint else None
-                if entry is not None and entry.attempt in {record.summary.attempt for record in joint}:
-                    deleted = await self._run(self.sweeper.delete, entry)  # another node has committed it meanwhile
-                if unheard:  # when they are back they ask, and hear of it
-                    log.warning(
-                        "%s is deleted, and nodes that hold attempts %s of it did not hear of it yet", checkpoint, ", ".join(unheard)
+                entry = await self._find(checkpoint) if known else None
+                if entry is not None and entry.attempt in known:
+                    # Another node has committed it meanwhile. If it has taken that away itself by now, so much the better.
+                    with suppress(errors.WrongPhase):
+                        deleted = await self._run(self.sweeper.delete, entry)
+                if (unheard or checkpoint in self._owed) and not noted:
+                    self._owed[checkpoint] = known
+                    raise errors.Unavailable(
+                        f"{checkpoint} is deleted here; a node that holds it did not hear of it, and the store {self.ledger.url} takes no "
+                        "note of it: delete it again once one of them answers, else it may come back with that node"
                     )
+                self._owed.pop(checkpoint, None)
+                if unheard:  # when they are back they find a note in the store
+                    log.warning("%s is deleted; a node that holds attempt %s of it did not hear of it yet", checkpoint, ", ".join(unheard))
             finally:
                 self._let_go(checkpoint)
         log.info("deleted %s: %d files, %d bytes, go after %.0f s", checkpoint, deleted.files, deleted.nbytes, self.delete_grace_seconds)
@@ -284,17 +297,27 @@ class Upkeep:
         except errors.NotFound:
             return None
 
-    async def _joint(self, checkpoint: CheckpointId) -> list[Record]:
-        """Saves of that id that other nodes hold, too, and that are on their way to the store, or may be."""
+    async def _joint(self, checkpoint: CheckpointId) -> tuple[list[Record], list[str]]:
+        """Saves of that id that other nodes hold, too, and that are on their way to the store, or may be.
+
+        And the attempts of these and of those that are over: a node that is away may not know it, and this one may forget it.
+        """
         if not self.restore.peers.known:
-            return []
+            return [], []
         seen = await self.restore.whereabouts.survey(checkpoint, every=True)
-        over = [one for one in self.node.catalog.attempts.values() if one.id == checkpoint and one.joint]
-        found = {one.name: one.record for one in over if one.state not in OVER}  # of what is over here others hear when they ask
-        found |= {
-            name: one.record for name, one in seen.items() if one.record is not None and one.state not in OVER and is_joint(one.record)
-        }
-        return list(found.values())
+        joint = {name: one for name, one in seen.items() if one.record is not None and is_joint(one.record)}
+        over = [name for name, one in seen.items() if one.state in OVER]
+        return [one.record for one in joint.values() if one.record is not None and one.state not in OVER], sorted({*joint, *over})
+
+    async def _refuse(self, checkpoint: CheckpointId, attempts: list[str]) -> bool:
+        """None of them becomes durable any more, on whichever node; whether the store takes a note of that."""
+        try:
+            for attempt in attempts:
+                await self._run(self.sweeper.refuse, checkpoint, attempt)
+        except (errors.StoreError, errors.Unavailable) as exc:
+            log.warning("the store takes no note of the deletion of %s: %s", checkpoint, exc)
+            return False
+        return True
 
     def _forget_parts(self, checkpoint: CheckpointId, attempt: str) -> None:
         keys = [key for of_rank in parts.listed(self.sweeper.store, checkpoint, attempt).values() for key in of_rank]

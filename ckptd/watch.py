@@ -17,7 +17,7 @@ from typing import Final
 
 from ckptd import errors
 from ckptd.attempt import Attempt
-from ckptd.backlog import Duty
+from ckptd.jointflush import Duty
 from ckptd.node import Node
 from ckptd.peers import Peers
 from ckptd.ring import LOST_SECONDS, TAKEOVER_SECONDS, Judgement, View, judge, participants
@@ -50,8 +50,6 @@ class Watch:
         self._seen: dict[str, dict[str, _Seen]] = {}
         #: Since when each attempt is watched, monotonic.
         self._since: dict[str, float] = {}
-        #: Of which somebody has said that they are durable.
-        self._told_durable: set[str] = set()
         self._woken = asyncio.Event()
         self._telling: set[asyncio.Task[object]] = set()
         node.backlog.tell = self.tell
@@ -109,7 +107,6 @@ class Watch:
         watched = self._watched()
         for name in self._seen.keys() - {attempt.name for attempt in watched}:
             del self._seen[name], self._since[name]
-            self._told_durable.discard(name)
             self.node.backlog.forget(name)
         if not watched:
             return
@@ -170,14 +167,11 @@ class Watch:
     def _follow(self, attempt: Attempt, found: Judgement) -> None:
         """Does what follows."""
         backlog, catalog, name = self.node.backlog, self.node.catalog, attempt.name
-        duty = Duty(commits=found.commits, for_others=found.for_others)
+        duty = Duty(commits=found.commits, durable=found.durable, for_others=found.for_others)
         if backlog.duties.get(name, Duty()) != duty:
             if found.for_others and attempt.record.durable:
                 log.warning("%s: uploads what nodes that are gone held, %d in all", attempt.id, len(found.for_others))
             backlog.duties[name] = duty
-            self.look(name)
-        if found.durable and name not in self._told_durable:
-            self._told_durable.add(name)  # once: the next looks come at the backlog's pace
             self.look(name)
         if found.failed and attempt.pending:
             catalog.failed(name, f"another node says: {found.failed}")

@@ -295,6 +295,21 @@ def test_a_durable_attempt_is_forgotten_when_the_last_of_it_is_evicted() -> None
     assert driver.catalog.bound == {}
 
 
+def test_what_is_lost_goes_as_a_whole_once_a_part_of_it_is_evicted_and_nobody_reads_it() -> None:
+    driver = Driver()
+    record, _ = driver.save("step-1")
+    name = record.summary.attempt
+    assert driver.catalog.lost(name, "told so") == [StopFlush(name)]
+    pickle, *shards = reversed(tokens(record))
+    driver.catalog.pin(name)
+    assert driver.catalog.evicted(pickle) == [Forget(name)]
+    assert {*driver.catalog.unpin(name)} == {Drop(token) for token in shards}
+    again, _ = driver.save("step-2")
+    driver.catalog.lost(again.summary.attempt, "told so")
+    pickle, *shards = reversed(tokens(again))
+    assert {*driver.catalog.evicted(pickle)} == {Forget(again.summary.attempt), *(Drop(token) for token in shards)}
+
+
 def test_what_no_copy_may_displace_is_the_newest_of_a_run_if_memory_alone_has_it() -> None:
     driver = Driver()
     older, _ = driver.save("run/step-1")

@@ -15,10 +15,11 @@ import pytest
 from ckptd import codec, metadata, tombstone
 from ckptd import manifest as manifests
 from ckptd.errors import Corrupt, InvalidRequest, NotFound, StoreError, Unavailable, WrongPhase
-from ckptd.ledger import Ledger, data_key, manifest_key, metadata_key
+from ckptd.ledger import Ledger, WasDeleted, data_key, manifest_key, metadata_key
 from ckptd.localstore import LocalStore
 from ckptd.model import CheckpointId, mint_attempt, mint_token
 from ckptd.store import Object, Source, Store
+from ckptd.sweeper import Sweeper
 from ckptd.v1.manifest_pb2 import Form, Item, Manifest, Stored, StoredShard, Summary, Table, Tombstone
 from saved import Watched
 
@@ -684,6 +685,44 @@ def test_an_attempt_that_was_deleted_does_not_come_back(root: Path, store: Store
     with pytest.raises(WrongPhase, match="has been deleted"):
         ledger.commit(id, manifest, PICKLE)
     assert ledger.entries() == []
+
+
+@pytest.mark.parametrize("there", ["nothing", "an older one", "a stock one"])
+def test_an_attempt_that_was_deleted_before_it_was_durable_never_is(root: Path, store: Store, ledger: Ledger, there: str) -> None:
+    id = CheckpointId.parse("step-1")
+    if there == "an older one":
+        save(store, "step-1", 1)
+    if there == "a stock one":
+        save_stock(root, "step-1")
+    before = ledger.entries()
+    refused, other = contents(id, attempt_at(3)), contents(id, attempt_at(2))
+    bury(store, root, "step-1", refused.summary.attempt, before=0)
+    upload(store, id, refused)
+    with pytest.raises(WrongPhase, match="has been deleted"):
+        ledger.commit(id, refused, PICKLE)
+    with pytest.raises(WrongPhase, match="has been deleted"):
+        ledger.stands(id, refused.summary.attempt)
+    assert ledger.entries() == before
+    # It is no deletion of anything else.
+    upload(store, id, other)
+    ledger.commit(id, other, PICKLE)
+    assert ledger.find(id).attempt == other.summary.attempt
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_deletion_that_a_commit_meets_at_its_last_put_counts(root: Path, store: Store, late: bool) -> None:
+    id = CheckpointId.parse("step-1")
+    manifest = contents(id, attempt_at(1))
+    upload(store, id, manifest)
+    recording = Recording(store)
+    # `late`: what another node had committed of the same attempt.
+    meant = f"{manifest.summary.attempt}-{mint_token()}.manifest" if late else manifest.summary.attempt
+    recording.after_put = lambda key: bury(store, root, "step-1", meant, before=0) if key == metadata_key(id) else None
+    with pytest.raises(WasDeleted) as raised:
+        Ledger(recording).commit(id, manifest, PICKLE)
+    assert raised.value.entry == Ledger(store).find(id)
+    Sweeper(store, Ledger(store)).delete(raised.value.entry)
+    assert Ledger(store).entries() == []
 
 
 def test_a_file_that_went_during_the_commit_is_noticed(store: Store) -> None:

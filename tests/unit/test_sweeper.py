@@ -23,7 +23,7 @@ from ckptd.localstore import LocalStore
 from ckptd.model import CheckpointId, mint_attempt, mint_token
 from ckptd.store import Store, temporary_name
 from ckptd.sweeper import Sweeper, Swept, links
-from ckptd.tombstone import COMMIT_SECONDS, DELETION_SECONDS
+from ckptd.tombstone import COMMIT_SECONDS, DELETION_SECONDS, REFUSAL_SECONDS
 from ckptd.v1.manifest_pb2 import Tombstone
 from saved import PICKLE, DictStore, Stop, Watched, contents, save, save_stock, stopping, upload
 
@@ -162,6 +162,22 @@ def test_another_process_keeps_the_tombstone_until_no_other_deletion_can_be_unde
     assert files(root) == {*of_kind(root, ".deleted")} != set()
     assert sweep(store, now=later(DELETION_SECONDS), **AT_ONCE) == Swept()
     assert files(root) == set()
+
+
+def test_that_an_attempt_was_deleted_before_it_was_durable_is_remembered_for_a_day(root: Path, store: Store, sweeper: Sweeper) -> None:
+    found = contents("a", mint_attempt(1, None))
+    sweeper.refuse(an_id("a"), found.summary.attempt)
+    save(store, "b", 1)
+    sweeper.refuse(an_id("b"), found.summary.attempt)
+    kept = of_kind(root, ".deleted")
+    assert len(kept) == 2
+    assert sweep(store, now=later(REFUSAL_SECONDS - 60), **AT_ONCE) == Swept()
+    assert of_kind(root, ".deleted") == kept
+    upload(store, found)
+    with pytest.raises(WrongPhase, match="has been deleted"):
+        Ledger(store).commit(an_id("a"), found, PICKLE)
+    sweep(store, now=later(REFUSAL_SECONDS), **AT_ONCE)
+    assert files(root) == refers(store, "b")
 
 
 def test_what_was_saved_again_is_not_deleted(root: Path, store: Store, sweeper: Sweeper) -> None:
