@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ckptd import codec, debris, sweeper, tombstone
 from ckptd import ledger as ledger_room
 from ckptd.directory import stock_files
-from ckptd.errors import CkptdError, NotFound, Unavailable
-from ckptd.ledger import Ledger
+from ckptd.errors import CkptdError, NotFound, Unavailable, WrongPhase
+from ckptd.ledger import Ledger, WasDeleted
 from ckptd.localstore import LocalStore
 from ckptd.model import CheckpointId, data_key, mint_attempt
 from ckptd.scan import Entry
@@ -46,6 +47,7 @@ TOGETHER = [
     *[["commit", "delete"], ["commit", "delete", "sweep"], ["commit", "delete", "delete", "sweep"]] * 2,
     *[["commit", "commit"], ["commit", "commit"], ["commit", "commit", "sweep"], ["commit", "commit", "delete"]],
     *[["delete", "delete", "sweep"], ["commit", "sweep", "sweep"], ["delete", "stock"], ["commit", "stock"]],
+    *[["commit", "refuse"], ["commit", "refuse", "sweep"], ["commit", "refuse", "commit"]] * 2,
 ]
 
 
@@ -230,6 +232,11 @@ class LedgerMachine(RuleBasedStateMachine):
                     upload(store, trial, PAYLOAD)
                 except Unavailable:
                     self.clock.now += 11
+                except WasDeleted as exc:
+                    if exc.entry is not None:
+                        with suppress(WrongPhase):
+                            Sweeper(store, ledger).delete(exc.entry)
+                    raise
                 else:
                     return
             raise AssertionError(f"the commit of {found.summary.attempt} never ends")
@@ -239,6 +246,18 @@ class LedgerMachine(RuleBasedStateMachine):
     def deletion_of(self, entry: Entry) -> Operation:
         target = entry.save_id if entry.save_id is not None else self.store.get(entry.metadata.key)
         return Operation("delete", str(entry.id), lambda store, ledger: void(Sweeper(store, ledger).delete(entry)), target, entry.pinned)
+
+    def refusal_of(self, id: str, attempt: str) -> Operation:
+        """A deletion of what is not durable as far as is known."""
+
+        def work(store: Watched, ledger: Ledger) -> None:
+            checkpoint = CheckpointId.parse(id)
+            Sweeper(store, ledger).refuse(checkpoint, attempt)
+            with suppress(NotFound, WrongPhase):  # the commit may take it away itself
+                if (entry := ledger.find(checkpoint)).attempt == attempt:
+                    Sweeper(store, ledger).delete(entry)
+
+        return Operation("refuse", id, work, attempt)
 
     def sweep_of(self, run: str | None, grace: float, age: float) -> Operation:
         def work(store: Watched, ledger: Ledger) -> None:
@@ -399,6 +418,8 @@ class LedgerMachine(RuleBasedStateMachine):
                 operations.append(self.commit_of(self.pending.pop()))
             elif kind == "delete":
                 operations.append(self.deletion_of(Ledger(self.store).find(CheckpointId.parse(id))))
+            elif kind == "refuse":
+                operations.append(self.refusal_of(id, str(operations[0].target)))
             elif kind == "stock":
                 operations.append(self.stock_save_of(id, 2))
             else:
@@ -407,10 +428,12 @@ class LedgerMachine(RuleBasedStateMachine):
         before = {**self.live}
         actors = [Actor(self, operation, self.processes[number]) for number, operation in enumerate(operations)]
         kill = data.draw(st.integers(0, 60)) if data.draw(st.integers(0, 3)) == 0 else -1
-        last_put_last = data.draw(st.booleans())
+        last_put_last, late_refusal = data.draw(st.booleans()), data.draw(st.booleans())
         count = 0
         try:
             while running := [actor for actor in actors if actor.outcome is None]:
+                if late_refusal and actors[0].outcome is None and not actors[0].must_not_wait:
+                    running = [actor for actor in running if actor.operation.kind != "refuse"] or running
                 if last_put_last:  # who has looked for the last time is held until all others have done the same, or are done
                     running = [actor for actor in running if not actor.must_not_wait] or running
                 actor = data.draw(st.sampled_from(running)) if len(running) > 1 and count < 100 else running[0]
@@ -429,23 +452,27 @@ class LedgerMachine(RuleBasedStateMachine):
             self.judge(one, before.get(one), [(actor.operation, actor.outcome) for actor in actors if actor.operation.id == one])
             self.learn(one)
         outcomes = [actor.outcome for actor in actors]
-        assert {*outcomes} <= {"done", "stopped", "WrongPhase", "Unavailable"}, outcomes
+        assert {*outcomes} <= {"done", "stopped", "WrongPhase", "WasDeleted", "Unavailable"}, outcomes
 
     def judge(self, id: str, before: Identity | None, ended: list[tuple[Operation, str | None]]) -> None:
         """What operations on an id at the same time may have left, whatever their order."""
         now = self.observe(id)
         attempt = now[:24] if isinstance(now, str) else None
-        possible: set[Identity | None] = {before} | {None for operation, _ in ended if operation.kind == "delete"}
+        possible: set[Identity | None] = {before} | {None for operation, _ in ended if operation.kind in ("delete", "refuse")}
         attempts = {str(operation.target) for operation, _ in ended if operation.kind == "commit"}
         stock = any(operation.kind == "stock" for operation, _ in ended)
         assert now in possible or attempt in attempts or (stock and isinstance(now, bytes))
         for operation, outcome in ended:
             if operation.kind == "commit" and outcome == "done" and not stock:
-                deleted = {str(one.target)[:24] for one, end in ended if one.kind == "delete" and end in ("done", "stopped")}
+                gone = [one for one, end in ended if one.kind in ("delete", "refuse") and end in ("done", "stopped")]
+                deleted = {str(one.target)[:24] for one in gone}
                 newer = {one for one in attempts if one > str(operation.target)}
                 assert attempt in {operation.target, *newer} or operation.target in deleted, "a durable one was lost"
             if operation.kind == "delete" and outcome == "done":
                 assert now != operation.target, "a deleted one came back"
+            if operation.kind == "refuse" and outcome == "done":
+                cut_off = any(one.target == operation.target and end == "stopped" for one, end in ended if one.kind == "commit")
+                assert attempt != operation.target or cut_off, "one that was deleted before it was durable is"
 
     # -- what always holds --------------------------------------------------------------------------
 
