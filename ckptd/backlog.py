@@ -240,6 +240,8 @@ class Backlog:
             self.tell(attempt, everybody=False)
         retry.soon()
         retry.since = retry.since or now
+        if self.catalog.troubles.pop(name, None) and not attempt.doubtful:  # what had failed before works by now
+            attempt.reason = ""
         if self.duties.get(name, Duty()).durable:
             retry.denied = retry.denied or now
         if retry.denied and now - retry.denied > DENIED_SECONDS:

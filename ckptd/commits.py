@@ -26,6 +26,7 @@ from ckptd.ring import participants
 from ckptd.v1.daemon_pb2 import Checkpoint, CommitRequest
 from ckptd.v1.manifest_pb2 import Receipt, Record
 from ckptd.v1.peer_pb2 import AbandonRequest, AdoptRequest, PrepareReply, PrepareRequest, TellRequest, WatchReply
+from ckptd.witness import Witness
 
 log = logging.getLogger(__name__)
 
@@ -47,14 +48,18 @@ PICKLE_SECONDS: Final = 5.0
 class Commits:
     """Commits of one node, as coordinator and as participant."""
 
-    def __init__(self, node: Node, peers: Peers, *, node_local: bool = False, replicas: int = 0) -> None:
+    def __init__(self, node: Node, peers: Peers, *, node_local: bool = False, replicas: int = 0, witness: Witness | None = None) -> None:
         self.node = node
         self.peers = peers
         #: The store is a directory that other nodes may not see.
         self.node_local = node_local
         self.replicas = replicas
+        #: The store is a directory of which the operator says that all nodes see it.
+        self.witness = witness
         #: Attempts that were abandoned, and why: what comes late is refused.
         self._abandoned: dict[str, str] = {}
+        #: Runs of which it was said that they have fewer copies than `replicas`.
+        self._fewer_copies: set[str] = set()
         #: Told of every joint attempt that is accepted here.
         self.accepted: Callable[[Attempt], None] = lambda _: None
 
@@ -72,6 +77,7 @@ class Commits:
         others = binding.others(catalog, request, self.node.address)
         if others and not binding.is_own(catalog, request.metadata):
             raise errors.InvalidRequest(f"{checkpoint}: the metadata pickle is held by another node: commit there")
+        self._tell_of_fewer_copies(checkpoint.run, len(others))
         if not others:
             return self._accept(binding.record_of(catalog, request, time.time_ns() // 1000, newest=newest))
         self.peers.learn(others.values())
@@ -98,24 +104,42 @@ class Commits:
         await self.peers.ask(others.values(), f"go on with {checkpoint}", lambda stub: stub.Tell(told), TELL_SECONDS)
         return attempt
 
+    def _tell_of_fewer_copies(self, run: str, others: int) -> None:
+        """Says once per run that its shards lie on fewer nodes than ``--replicas`` asks for."""
+        if others < self.replicas and run not in self._fewer_copies:
+            self._fewer_copies.add(run)
+            log.info(
+                "run %r: --replicas %d is more than its saves have other nodes, %d: so many copies of each shard are kept",
+                *(run, self.replicas, others),
+            )
+
     async def _prepare(self, request: CommitRequest, checkpoint: CheckpointId, others: dict[str, str]) -> dict[str, PrepareReply]:
         """Asks all participants; raises the first refusal."""
+        nodes = frozenset(others)
+        witness = await self.witness.show(nodes) if self.witness is not None and request.durable else ""
         wanted = {
             node: PrepareRequest(
                 id=request.id,
                 shards=[receipt for receipt in request.shards if receipt.node == node],
                 metadata=request.metadata,
                 durable=request.durable,
+                witness=witness,
             )
             for node in others
         }
         seconds = PREPARE_SECONDS + request.metadata.nbytes * len(others) / PICKLE_RATE
-        found = await self._each(others, lambda node, stub: stub.Prepare(wanted[node]), f"prepare {checkpoint}", seconds)
         replies: dict[str, PrepareReply] = {}
-        for node, reply in found.items():
-            if isinstance(reply, Exception):
-                raise reply
-            replies[node] = reply
+        try:
+            found = await self._each(others, lambda node, stub: stub.Prepare(wanted[node]), f"prepare {checkpoint}", seconds)
+            for node, reply in found.items():
+                if isinstance(reply, Exception):
+                    raise reply
+                replies[node] = reply
+        finally:
+            if self.witness is not None and witness:
+                self.witness.remove(witness)
+                if len(replies) < len(others):
+                    self.witness.forget(nodes)
         if request.durable:
             self._check_store(checkpoint, others, replies)
         return replies
@@ -189,8 +213,16 @@ class Commits:
     # -- as participant ---------------------------------------------------------------------
 
     async def prepare(self, request: PrepareRequest) -> PrepareReply:
-        """This node holds its shards, and from now on the metadata pickle. Raises LeaseLost, InvalidRequest, ArenaFull, Unavailable."""
+        """This node holds its shards, and from now on the metadata pickle.
+
+        Raises LeaseLost, InvalidRequest, ArenaFull, Unavailable; StoreError if its store is another directory than the coordinator's.
+        """
         checkpoint = CheckpointId.parse(request.id)
+        if request.witness and self.witness is not None and await self.witness.is_missing(request.witness):
+            raise errors.StoreError(
+                f"{checkpoint}: its store {self.node.ledger.url} does not have what the daemon at {request.metadata.address} has just put "
+                "into its own: is it the same directory on all nodes, and is the share mounted on each? Give all daemons one --store"
+            )
         newest = await self.node.learned(checkpoint.run)
         binding.check_held(self.node.catalog, checkpoint, request.shards)
         binding.check_stops_nothing(self.node.catalog, checkpoint, durable=request.durable)
@@ -246,7 +278,7 @@ class Commits:
         own = own_tokens(record, catalog.node)
         binding.check_held(catalog, checkpoint, [receipt for receipt in record.shards if receipt.token in own])
         binding.check_held(catalog, checkpoint, [record.metadata], metadata=True)
-        self.peers.learn(receipt.address for receipt in record.shards)
+        self.peers.learn(receipt.address for receipt in record.shards if receipt.node != catalog.node)
         self.node.accept(record, confirmed=False)
 
     def confirm(self, name: str) -> None:

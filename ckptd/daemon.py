@@ -35,6 +35,7 @@ from ckptd.fallback import Fallback
 from ckptd.fetcher import Fetcher
 from ckptd.flusher import Flusher
 from ckptd.ledger import Ledger
+from ckptd.lookup import behind
 from ckptd.node import Node
 from ckptd.peers import MESSAGE_NBYTES, Peers
 from ckptd.peerservice import Introductions, PeerService
@@ -51,6 +52,7 @@ from ckptd.v1.daemon_pb2_grpc import add_DaemonServicer_to_server
 from ckptd.v1.peer_pb2_grpc import add_PeerServicer_to_server
 from ckptd.verifier import Verifier
 from ckptd.watch import Watch
+from ckptd.witness import Witness
 
 log = logging.getLogger(__name__)
 #: Niceness of the threads that compress: training goes first.
@@ -135,7 +137,14 @@ def put_together(settings: Settings, store: Store) -> Rooms:
         orphan_age_seconds=settings.orphan_age_seconds,
     )
     watch, replicas = Watch(node, peers), Replicas(node, peers)
-    commits = Commits(node, peers, node_local=is_node_local(store.url) and not settings.shared_store, replicas=settings.replicas)
+    node_local = is_node_local(store.url)
+    commits = Commits(
+        node,
+        peers,
+        node_local=node_local and not settings.shared_store,
+        replicas=settings.replicas,
+        witness=Witness(store, threads) if node_local and settings.shared_store else None,
+    )
 
     def accepted(attempt: Attempt) -> None:
         if attempt.confirmed:
@@ -178,7 +187,8 @@ async def run(settings: Settings) -> int:
     rooms = put_together(settings, store)
     node = rooms.node
     node.recover()
-    server = grpc.aio.server(interceptors=(ErrorInterceptor(), Introductions(rooms.peers)), options=OPTIONS)
+    calls = ErrorInterceptor()
+    server = grpc.aio.server(interceptors=(calls, Introductions(rooms.peers)), options=OPTIONS)
     add_DaemonServicer_to_server(rooms.service, server)
     add_PeerServicer_to_server(rooms.peer_service, server)
     for address in settings.listen:
@@ -194,6 +204,7 @@ async def run(settings: Settings) -> int:
         asyncio.create_task(rooms.peers.look_up_forever(), name="peers"),
     )
     ending = asyncio.create_task(ended.wait(), name="signal")
+    looking_up = asyncio.create_task(look_up(settings.advertise))
     try:
         await asyncio.wait((*background, ending), return_when=asyncio.FIRST_COMPLETED)
         for task in background:
@@ -204,11 +215,14 @@ async def run(settings: Settings) -> int:
         await node.drain(settings.grace_seconds)
         return 0
     finally:
-        for ended_task in (*background, ending):
+        for ended_task in (*background, ending, looking_up):
             ended_task.cancel()
         rooms.service.ending.set()
         node.wake()  # who waits for a change is told as well
-        await server.stop(STOP_SECONDS)
+        stopping = asyncio.create_task(server.stop(2 * STOP_SECONDS))
+        await asyncio.wait((stopping,), timeout=STOP_SECONDS)
+        calls.end()
+        await stopping
         await rooms.peers.close()
         rooms.restore.close()
         node.close()
@@ -232,6 +246,20 @@ async def probe(loop: asyncio.AbstractEventLoop, call: Callable[[], None], ended
         probing.result()
     except errors.Unavailable as exc:
         log.warning("the store cannot be reached now, checkpoints stay in memory until it can: %s", exc)
+
+
+async def look_up(advertised: str) -> None:
+    """Warns of a name for other nodes that leads nowhere; it may lead here later."""
+    try:
+        if advertised:
+            await behind(advertised)
+    except OSError as exc:
+        log.warning(
+            "--advertise %s leads nowhere now (%s), and other nodes will not reach this one by it: give a name or an address that "
+            "leads to this node from every other one, or see to it that the name does",
+            advertised,
+            exc.strerror or exc,
+        )
 
 
 async def tick(node: Node) -> None:
@@ -315,5 +343,8 @@ def describe(settings: Settings, node: Node, restore: Restore, peers: Peers, sto
         shm_dir=str(settings.shm_dir),
         draining=node.drained or node.draining,
         address=node.address,
-        peers=[pb.PeerStatus(address=address, gone_seconds=peers.gone_seconds(address)) for address in peers.known],
+        peers=[
+            pb.PeerStatus(address=address, gone_seconds=peers.gone_seconds(address), never_answered=peers.never_answered(address))
+            for address in peers.known
+        ],
     )

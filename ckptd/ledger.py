@@ -79,7 +79,7 @@ class Ledger:
         for entry in newest_first(self.entries(run)):
             return entry
         named = f"the run {run!r} has no checkpoint" if run else "there is no checkpoint without a run"
-        raise NotFound(f"{named} in the store {self._store.url}")
+        raise NotFound(f"{named} in the store {self._store.url}; `ckptd list` shows what is")
 
     def summary(self, entry: Entry) -> Summary:
         """What `list` shows. For a stock checkpoint: what the listing knows. Raises Corrupt."""

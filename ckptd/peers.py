@@ -9,16 +9,17 @@ Lives on the loop.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import grpc
 
 from ckptd import errors, tls
+from ckptd.addresses import host_of
+from ckptd.lookup import behind, is_numeric
+from ckptd.model import mint_token
 from ckptd.v1.peer_pb2 import WatchRequest
 from ckptd.v1.peer_pb2_grpc import PeerStub
 
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 PEER_KEY: Final = "ckptd-peer"
 #: Metadata key under which a caller tells of others, by their addresses, with commas between them.
 INTRODUCES_KEY: Final = "ckptd-introduces"
+#: Metadata key under which a caller tells a word that it alone knows, and the address that it calls: it may be its own.
+CALLS_KEY: Final = "ckptd-calls"
 #: Trailing metadata key that carries the kind of an error.
 KIND_KEY: Final = "ckptd-kind"
 #: How long a peer may take to answer what costs it nothing.
@@ -37,8 +40,10 @@ AGAIN_SECONDS: Final = 1.0
 LONGEST_AGAIN_SECONDS: Final = 15.0
 #: Known by nobody's configuration and gone for so long: forgotten.
 FORGET_SECONDS: Final = 600.0
-#: Names of peers are looked up so often.
-LOOK_UP_SECONDS: Final = 20.0
+#: Names of peers are looked up so often, and those that have never answered are tried.
+LOOK_UP_SECONDS: Final = 15.0
+#: One of the operator's list that has not answered for so long, and never before, is worth a warning.
+UNANSWERED_SECONDS: Final = 30.0
 #: A record has about a hundred bytes per rank.
 MESSAGE_NBYTES: Final = 64 * 1024 * 1024
 _TRY_SECONDS: Final = 0.2
@@ -64,6 +69,18 @@ _OPTIONS: Final = (
 Reply = TypeVar("Reply")
 
 
+class _Gone(NamedTuple):
+    """One that could not be reached."""
+
+    #: When a call to it failed first since the last that worked, and when last; both monotonic.
+    since: float
+    last: float
+    #: What was wrong, to follow "the ckptd daemon at X".
+    how: str
+    #: The same, if TLS is the reason; else "".
+    tls: str
+
+
 class Peers:
     """`own`: this daemon's address for others, "" if it has none. `configured`: addresses given by the operator."""
 
@@ -74,9 +91,15 @@ class Peers:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._known: dict[str, None] = dict.fromkeys(self.configured)
         self._closing: set[asyncio.Future[None]] = set()
+        self._closed = False
         self._met: set[str] = set()
-        #: When a call to it failed first since the last that worked, and when last; both monotonic.
-        self._gone: dict[str, tuple[float, float]] = {}
+        self._gone: dict[str, _Gone] = {}
+        #: Addresses that lead to this daemon, beside `own`.
+        self._selves: set[str] = set()
+        self._word = mint_token()
+        #: The operator's name that led to an address.
+        self._led: dict[str, str] = {}
+        self._warned: set[str] = set()
 
     # -- who --------------------------------------------------------------------------------
 
@@ -102,37 +125,57 @@ class Peers:
     def learn(self, addresses: Iterable[str]) -> None:
         """There are daemons at these addresses; "" and the own one are fine."""
         for address in addresses:
-            if address and address != self.own:
+            if address and address != self.own and address not in self._selves:
                 self._known.setdefault(address)
+
+    def came_back(self, told: str) -> None:
+        """A call has come in that told this of itself: if it is this daemon's own call, the address that it called is no peer's."""
+        word, _, address = told.partition(" ")
+        if word == self._word:
+            self._selves.add(address)
+            self._known.pop(address, None)
+            self._gone.pop(address, None)
 
     def gone_seconds(self, address: str) -> float:
         """For how long it has not been reached, though tried; 0 if it answered last time."""
-        return time.monotonic() - self._gone[address][0] if address in self._gone else 0.0
+        return time.monotonic() - self._gone[address].since if address in self._gone else 0.0
+
+    def never_answered(self, address: str) -> bool:
+        """Whether it is of the operator's list, was tried, and has never been there."""
+        return address in self._gone and not self.met(address)
+
+    def distrust(self, address: str) -> str:
+        """Why it cannot be reached, to follow "the ckptd daemon at X", if TLS is the reason; else ""."""
+        return self._gone[address].tls if address in self._gone else ""
 
     def reachable(self) -> list[str]:
         """Those that are worth a call: not the ones that failed a moment ago, the later again the longer they have been gone."""
         now = time.monotonic()
-        for address, (since, _) in list(self._gone.items()):
-            if now - since > FORGET_SECONDS and address not in self.configured:
+        for address, gone in list(self._gone.items()):
+            if now - gone.since > FORGET_SECONDS and address not in self.configured:
                 self._known.pop(address, None)
-        return [address for address in self._known if address not in self._gone or self._is_due(*self._gone[address], now)]
+        return [address for address in self._known if address not in self._gone or self._is_due(self._gone[address], now)]
 
     async def look_up_forever(self) -> None:
-        """Finds out from time to time which addresses lie behind the names that the operator gave."""
-        names = [address for address in self.configured if not _is_numeric(address)]
-        await self.ask(self.known, "know of this node", lambda stub: stub.Watch(WatchRequest()))
-        while names:
+        """Finds out from time to time which addresses lie behind the names that the operator gave, and warns of those that never answer."""
+        names = [address for address in self.configured if not is_numeric(address)]
+        asked = self.known
+        while True:
+            await self.ask(asked, "know of this node", lambda stub: stub.Watch(WatchRequest()))
+            self._warn()
             for address in names:
                 try:
                     found = await behind(address)
                 except OSError as exc:
                     log.debug("%s is not known: %s", address, exc)
                     continue
-                if len(found) > 1:  # each daemon behind it is a peer of its own
+                if len(found) > 1 or address in self._selves:  # each daemon behind it is a peer of its own
                     self._known.pop(address, None)
+                    # Of an address that is known from nowhere else, the certificate has to have the name that led to it.
+                    self._led.update({one: host_of(address) for one in found if one not in self._known})
                     self.learn(found)
             await asyncio.sleep(LOOK_UP_SECONDS)
-        await asyncio.Event().wait()
+            asked = [address for address in self.known if not self.met(address)]
 
     # -- calls ------------------------------------------------------------------------------
 
@@ -153,7 +196,7 @@ class Peers:
         while True:
             try:
                 reply = await asyncio.wait_for(make(self._stub(address)), seconds)
-            except (grpc.aio.AioRpcError, TimeoutError) as exc:
+            except (grpc.aio.AioRpcError, TimeoutError, asyncio.CancelledError) as exc:
                 failure = self._failed(address, doing, exc)
                 if not (isinstance(failure, errors.Unavailable) and address in self._gone) or time.monotonic() >= until:
                     raise failure from exc
@@ -198,9 +241,9 @@ class Peers:
                     begun = True
                     yield reply
                 return
-            except (grpc.aio.AioRpcError, TimeoutError) as exc:
+            except (grpc.aio.AioRpcError, TimeoutError, asyncio.CancelledError) as exc:
                 failure = self._failed(address, doing, exc)
-                refused = isinstance(failure, errors.Unavailable) and address in self._gone and not isinstance(exc, TimeoutError)
+                refused = isinstance(exc, grpc.aio.AioRpcError) and isinstance(failure, errors.Unavailable) and address in self._gone
                 if begun or not refused or time.monotonic() >= until:
                     raise failure from exc
             finally:
@@ -208,29 +251,53 @@ class Peers:
             await asyncio.sleep(_TRY_SECONDS)
 
     async def close(self) -> None:
-        """Ends all channels."""
+        """Ends all channels; who calls still, or again, gets Unavailable."""
+        self._closed = True
         for closing in self._closing:
             closing.cancel()
         for channel in self._channels.values():
             await channel.close(None)
 
     @staticmethod
-    def _is_due(since: float, last: float, now: float) -> bool:
-        """Whether one that has been gone `since` and was tried `last` is worth another try: when it is back it calls, as a rule."""
-        return now - last >= min(max(AGAIN_SECONDS, (last - since) / 2), LONGEST_AGAIN_SECONDS)
+    def _is_due(gone: _Gone, now: float) -> bool:
+        """Whether it is worth another try: when it is back it calls, as a rule."""
+        return now - gone.last >= min(max(AGAIN_SECONDS, (gone.last - gone.since) / 2), LONGEST_AGAIN_SECONDS)
 
     # -- inside -----------------------------------------------------------------------------
 
     def _stub(self, address: str) -> Any:
+        if self._closed:
+            raise errors.Unavailable(f"this ckptd daemon ends, and does not call the one at {address} any more")
         if address not in self._channels:
-            self._channels[address] = (
-                grpc.aio.insecure_channel(address, options=_OPTIONS)
-                if self._credentials is None
-                else grpc.aio.secure_channel(address, self._credentials, options=_OPTIONS)
-            )
-        return _Calling(cast("Any", PeerStub)(self._channels[address]), self.own)
+            if self._credentials is None:
+                self._channels[address] = grpc.aio.insecure_channel(address, options=_OPTIONS)
+            else:
+                named = [("grpc.ssl_target_name_override", self._led[address])] if address in self._led else []
+                self._channels[address] = grpc.aio.secure_channel(address, self._credentials, options=[*_OPTIONS, *named])
+        return _Calling(cast("Any", PeerStub)(self._channels[address]), self.own, f"{self._word} {address}")
 
-    def _failed(self, address: str, doing: str, exc: Exception) -> errors.CkptdError:
+    def _warn(self) -> None:
+        """Names once each of the operator's peers that have never answered: a list that is wrong shows in nothing else."""
+        for address in self.configured:
+            if address in self._known and self.never_answered(address) and self.gone_seconds(address) >= UNANSWERED_SECONDS:
+                if address not in self._warned:
+                    log.warning(
+                        "--peer %s has never answered: it %s; check the address, that the daemon there has it among its --listen "
+                        "and the way to that port is open, and that either all nodes have --tls-cert, --tls-key and --tls-ca or none has",
+                        address,
+                        self._gone[address].how,
+                    )
+                self._warned.add(address)
+
+    def _failed(self, address: str, doing: str, exc: BaseException) -> errors.CkptdError:
+        """What a call's end means. Raises it as it is if it was this task that was cancelled."""
+        why = ""
+        if isinstance(exc, asyncio.CancelledError):
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise exc
+            # The channel was closed under the call: see `called`. That the daemon is there somebody knows better.
+            return errors.Unavailable(f"the ckptd daemon at {address} does not answer: it was asked to {doing}")
         if isinstance(exc, grpc.aio.AioRpcError):
             for key, value in cast("Any", exc.trailing_metadata() or ()):
                 if key == KIND_KEY:  # it answered
@@ -243,35 +310,20 @@ class Peers:
         else:
             how = "does not answer"
         now = time.monotonic()
-        self._gone[address] = (self._gone.get(address, (now, now))[0], now)
+        since = self._gone[address].since if address in self._gone else now
+        self._gone[address] = _Gone(since, now, how, why)
         return errors.Unavailable(f"the ckptd daemon at {address} {how}: it was asked to {doing}")
 
 
 _EOF: Final[object] = cast("Any", grpc.aio).EOF
 
 
-async def behind(address: str) -> list[str]:
-    """The numeric addresses behind a HOST:PORT. Raises OSError."""
-    host, _, port = address.rpartition(":")
-    found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    hosts = dict.fromkeys(str(one[4][0]) for one in found)
-    return [f"[{one}]:{port}" if ":" in one else f"{one}:{port}" for one in hosts]
-
-
-def _is_numeric(address: str) -> bool:
-    try:
-        ipaddress.ip_address(address.rpartition(":")[0].strip("[]"))
-    except ValueError:
-        return False
-    return True
-
-
 class _Calling:
-    """A stub whose calls say who calls."""
+    """A stub whose calls say who calls, and which address."""
 
-    def __init__(self, stub: Any, own: str) -> None:
+    def __init__(self, stub: Any, own: str, calls: str) -> None:
         self._stub = stub
-        self._metadata = ((PEER_KEY, own),) if own else ()
+        self._metadata = ((CALLS_KEY, calls), *(((PEER_KEY, own),) if own else ()))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._stub, name)

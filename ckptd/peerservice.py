@@ -9,7 +9,7 @@ import grpc
 
 from ckptd import errors, serving
 from ckptd.commits import Commits
-from ckptd.peers import INTRODUCES_KEY, PEER_KEY, Peers
+from ckptd.peers import CALLS_KEY, INTRODUCES_KEY, PEER_KEY, Peers
 from ckptd.pull import send
 from ckptd.restore import Restore
 from ckptd.v1 import peer_pb2 as pb
@@ -77,7 +77,7 @@ class PeerService(PeerServicer):
 
 
 class Introductions(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs
-    """Learns the address of every daemon that calls, and those that it tells of."""
+    """Learns the address of every daemon that calls, those that it tells of, and those that lead to this one."""
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
@@ -88,7 +88,10 @@ class Introductions(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # ge
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         for key, value in handler_call_details.invocation_metadata or ():
+            text = value if isinstance(value, str) else value.decode(errors="replace")
             if key in (PEER_KEY, INTRODUCES_KEY):
-                for address in (value if isinstance(value, str) else value.decode(errors="replace")).split(","):
+                for address in text.split(","):
                     self.peers.called(address)
+            elif key == CALLS_KEY:
+                self.peers.came_back(text)
         return await continuation(handler_call_details)

@@ -108,9 +108,12 @@ class Restore:
             what = f"no checkpoint {target}" if isinstance(target, CheckpointId) else f"no checkpoint{within}"
             parts = [one for _, one in sorted(seen.items()) if _shared(one) and one.missing and one.state != Checkpoint.ABORTED]
             silent = self.whereabouts.silent()
-            why = f" ({parts[-1].summary.id}: {parts[-1].line().reason})" if parts else ""
+            why = f" ({parts[-1].summary.id}: {parts[-1].line().reason}{self._distrust(parts[-1])})" if parts else ""
             if silent and not why:
-                why = f" that could be reached: the ckptd daemon at {silent[0]} does not answer, and may hold one"
+                how = self.peers.distrust(silent[0]) or "does not answer"
+                why = f" that could be reached: the ckptd daemon at {silent[0]} {how}, and may hold one"
+            elif not why:
+                why = "".join(f"; the ckptd daemon at {a}, which may hold one, {self.peers.distrust(a)}" for a in self._distrusted()[:1])
             if silent or any(not one.ended for one in parts):  # nobody may start from nothing because a node is slow to come back
                 raise errors.Unavailable(f"{what} in {self.fetcher.store.url} or in memory{why}; retry in some seconds")
             raise errors.NotFound(f"{what} in {self.fetcher.store.url} or in memory{why}; `ckptd list` shows what is there")
@@ -132,13 +135,26 @@ class Restore:
 
     async def checkpoints(self, run: str | None) -> list[Checkpoint]:
         """One per id, by run, step and name: the newest restorable attempt, or why there is none."""
+        lines, trouble = await self.listing(run)
+        if trouble is not None:
+            raise trouble
+        return lines
+
+    async def listing(self, run: str | None) -> tuple[list[Checkpoint], errors.CkptdError | None]:
+        """The same; if the store cannot be read, what memory holds, and why it cannot."""
         before = self._pending()
         seen = await self.whereabouts.survey(run, every=True)
-        found = await self.questions.ask("scan", run, self.ledger.scan)
-        entries, incomplete = found.entries, found.incomplete
+        trouble: errors.CkptdError | None = None
+        try:
+            found = await self.questions.ask("scan", run, self.ledger.scan)
+            entries, incomplete = found.entries, found.incomplete
+        except (errors.Unavailable, errors.StoreError) as exc:
+            trouble, entries, incomplete = exc, [], []
         lines = {entry.id: line for entry, line in zip(entries, await self._durable(entries), strict=True)}
         orders = {entry.id: entry.order for entry in entries}
         ended = [a for a in self.node.catalog.attempts.values() if a.ended and not a.joint and a.state != Checkpoint.ABORTED]
+        if trouble is not None:  # else the store says what of that is there
+            ended += [a for a in self.node.catalog.attempts.values() if a.state == Checkpoint.DURABLE and a.whole]
         held = [(a.restorable, a.name, a.id, checkpoint_of(a)) for a in (*ended, *self._pending(before))]
         for name, one in seen.items():
             if _shared(one) and one.state not in (Checkpoint.ABORTED, Checkpoint.DURABLE):
@@ -154,7 +170,7 @@ class Restore:
                 lines[checkpoint] = Checkpoint(summary=Summary(id=str(checkpoint)), state=Checkpoint.INCOMPLETE, reason=reason)
         ordered = [lines[checkpoint] for checkpoint in sorted(lines, key=lambda c: (c.run, c.step is not None, c.step or 0, c.name))]
         contents.mark_abandoned(ordered)
-        return ordered
+        return ordered, trouble
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -204,6 +220,15 @@ class Restore:
         now = [a for a in self.node.catalog.attempts.values() if not a.joint and a.restorable and a.state != Checkpoint.DURABLE]
         return [*now, *(attempt for attempt in before if attempt.restorable and attempt not in now)]
 
+    def _distrusted(self) -> list[str]:
+        """Peers that cannot be reached because of TLS."""
+        return [address for address in self.peers.known if self.peers.distrust(address)]
+
+    def _distrust(self, seen: Sighting) -> str:
+        """Why nodes that hold what is missing cannot be reached, if TLS is the reason: to be added to what is said of them."""
+        missing = {receipt.address for receipt in seen.missing}
+        return "".join(f"; the ckptd daemon at {a} {self.peers.distrust(a)}" for a in self._distrusted() if a in missing)
+
     def _here(self, checkpoint: CheckpointId, name: str) -> Attempt | None:
         """The attempt, if this node's memory holds any of it that can be read."""
         attempt = self.node.catalog.attempts.get(name)
@@ -240,7 +265,8 @@ class Restore:
         except errors.LeaseLost as exc:
             if seen is None or seen.ended or seen.state == Checkpoint.DURABLE:
                 raise
-            raise errors.Unavailable(f"{checkpoint} cannot be read: {trouble or seen.line().reason or exc}; load again") from exc
+            why = trouble or f"{seen.line().reason}{self._distrust(seen)}" or str(exc)
+            raise errors.Unavailable(f"{checkpoint} cannot be read: {why}; load again") from exc
 
     async def _held(self, checkpoint: CheckpointId, name: str, seen: Sighting) -> Found:
         """What is no checkpoint in the store."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -165,8 +166,11 @@ class Service(DaemonServicer):
 
     async def List(self, request: pb.ListRequest, context: Context) -> AsyncIterator[pb.Checkpoint]:
         run = parse_run(request.run) if request.HasField("run") else None
-        for line in await self.restore.checkpoints(run):
+        lines, trouble = await self.restore.listing(run)
+        for line in lines:
             yield line
+        if trouble is not None:
+            raise type(trouble)(f"only what memory holds is listed: {trouble}") if lines else trouble
 
     async def Show(self, request: pb.ShowRequest, context: Context) -> AsyncIterator[pb.ShowReply]:
         target = parse_target(request.id)
@@ -260,6 +264,16 @@ def piece(part: Piece) -> pb.LoadReply.Piece:
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs
     """Turns what a call raises into its gRPC status."""
 
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[Any]] = set()
+        self._ended = False
+
+    def end(self) -> None:
+        """The daemon ends: calls that still run are cut off. gRPC would do that with a traceback in the log."""
+        self._ended = True
+        for task in self._running:
+            task.cancel()
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
@@ -273,22 +287,48 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
             stream = handler.stream_stream or handler.unary_stream
 
             async def streaming(request: Any, context: Context) -> AsyncIterator[Any]:
-                try:
-                    async for reply in stream(request, context):
-                        yield reply
-                except Exception as exc:  # noqa: BLE001 - every error gets its status here
-                    await refuse(context, exc, method)
+                with self._answered():
+                    try:
+                        async for reply in stream(request, context):
+                            yield reply
+                    except Exception as exc:  # noqa: BLE001 - every error gets its status here
+                        await refuse(context, exc, method)
+                    except asyncio.CancelledError:
+                        if not self._ended:  # the caller has gone
+                            raise
+                        await cut_off(context)
 
             make: Any = grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
             return make(streaming, handler.request_deserializer, handler.response_serializer)
 
         async def unary(request: Any, context: Context) -> Any:
-            try:
-                return await handler.unary_unary(request, context)
-            except Exception as exc:  # noqa: BLE001 - every error gets its status here
-                await refuse(context, exc, method)
+            with self._answered():
+                try:
+                    return await handler.unary_unary(request, context)
+                except Exception as exc:  # noqa: BLE001 - every error gets its status here
+                    await refuse(context, exc, method)
+                except asyncio.CancelledError:
+                    if not self._ended:  # the caller has gone
+                        raise
+                    await cut_off(context)
 
         return grpc.unary_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)
+
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        """Inside it, this task is a call's."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            yield
+        finally:
+            self._running.discard(task)
+
+
+async def cut_off(context: Context) -> None:
+    """Ends a call as if the connection broke, because nobody knows what it has brought about."""
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "the daemon ends")
 
 
 async def refuse(context: Context, exc: Exception, method: str) -> None:

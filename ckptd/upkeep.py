@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from ckptd import errors, parts
-from ckptd.attempt import is_joint
+from ckptd.attempt import MEMORY_ONLY, is_joint
 from ckptd.ledger import Ledger
 from ckptd.model import CheckpointId
 from ckptd.node import Node
@@ -167,10 +167,10 @@ class Upkeep:
     async def pin(self, checkpoint: CheckpointId, *, pinned: bool) -> Checkpoint:
         """No policy deletes the checkpoint any more, or again any may. Raises NotFound, WrongPhase."""
         async with self._one_at_a_time:
-            if await self._find(checkpoint) is None and any(
-                one.id == checkpoint and one.pending for one in self.node.catalog.attempts.values()
-            ):
-                raise errors.WrongPhase(f"{checkpoint} is not durable yet, and only then it can be pinned: `ckptd wait {checkpoint}`")
+            held = [one for one in self.node.catalog.attempts.values() if one.id == checkpoint and one.pending]
+            if held and await self._find(checkpoint) is None:
+                way_out = f": `ckptd wait {checkpoint}`" if held[-1].record.durable else f", which it will not be: {MEMORY_ONLY}"
+                raise errors.WrongPhase(f"{checkpoint} is not durable yet, and only then it can be pinned{way_out}")
             await self._run(self.ledger.pin if pinned else self.ledger.unpin, checkpoint)
         return await self.restore.resolve(checkpoint)
 

@@ -72,7 +72,7 @@ class Watch:
         """The attempt is new here: the coordinator's node commits it, unless that is gone."""
         if next(iter(participants(attempt.record))) == self.node.name:
             self.node.backlog.duties[attempt.name] = Duty(commits=True)
-        self.peers.learn(participants(attempt.record).values())
+        self.peers.learn(self._others(attempt).values())
 
     def look(self, name: str) -> None:
         """Something has happened to the attempt, here or elsewhere."""
@@ -196,11 +196,14 @@ class Watch:
 
     def _reason(self, attempt: Attempt, found: Judgement) -> str:
         nodes = participants(attempt.record)
-        return "; ".join(
-            f"the shards of ranks {', '.join(str(receipt.rank) for receipt in receipts)} were held by node {node} at {nodes[node]} alone, "
-            f"which has not been reached for {found.missing_seconds:.0f} s"
-            for node, receipts in found.missing.items()
-        )
+        said = []
+        for node, receipts in found.missing.items():
+            ranks = ", ".join(str(receipt.rank) for receipt in receipts)
+            what = f"the shards of ranks {ranks} were" if len(receipts) > 1 else f"the shard of rank {ranks} was"
+            there = nodes[node] in self.peers.known and not self.peers.gone_seconds(nodes[node])
+            since = "which is there again without its memory" if there else f"which has not been reached for {found.missing_seconds:.0f} s"
+            said.append(f"{what} held by node {node} at {nodes[node]} alone, {since}")
+        return "; ".join(said)
 
 
 def _counts(attempt: Attempt, node: str, fate: WatchReply.Fate) -> bool:

@@ -186,7 +186,7 @@ class Whereabouts:
             try:
                 told = await self.peers.call(address, "say what it holds", lambda stub: _all(stub.Holdings(request)))
             except CkptdError as exc:
-                log.info("%s", exc)
+                log.log(logging.DEBUG if address in self._silent else logging.INFO, "%s", exc)
                 # Nothing may ever have been where the operator's list says, and refuses at once then.
                 if self.peers.met(address) or isinstance(exc.__cause__, TimeoutError):
                     self._silent.setdefault(address, time.monotonic())

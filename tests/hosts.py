@@ -249,28 +249,42 @@ class Hosts(Sequence[Host]):
 
 
 class Troubled:
-    """A store that all hosts share, a directory at `path`: every write fails with EIO until it is told to do something else."""
+    """A store that all hosts share, a directory at `path`: every write fails with EIO until it is told to do something else.
+
+    What it is told holds for all hosts, or `on` one of them: each has a control file of its own.
+    """
 
     def __init__(self, home: Path) -> None:
         self.path = home / "store"
-        self._control = home / "control"
-        self.raises("EIO")
+        self._home = home
+        self._told: dict[str, Any] = {"raise": "EIO"}
+        self._controls: list[Path] = []
 
     def hosts(self, count: int, **options: Any) -> Hosts:
         """Hosts with this store; `options` are theirs."""
-        return Hosts(count, f"faulty://{self.path}", program=FAULTY, env={"FAULTY_CONTROL": str(self._control)}, **options)
+        hosts = Hosts(count, f"faulty://{self.path}", program=FAULTY, **options)
+        self._controls = [self._home / f"control-{host.number}" for host in hosts]
+        for host, control in zip(hosts, self._controls, strict=True):
+            host.daemon.env["FAULTY_CONTROL"] = str(control)
+        self.tell(**self._told)
+        return hosts
 
-    def tell(self, **behaviour: Any) -> None:
+    def tell(self, *, on: Host | None = None, **behaviour: Any) -> None:
         """From now on it does what faulty_daemon.py has words for."""
-        self._control.write_text(json.dumps(behaviour))
+        if on is None:
+            self._told = behaviour
+        for control in self._controls if on is None else [self._controls[on.number]]:
+            fresh = control.with_suffix(".new")
+            fresh.write_text(json.dumps(behaviour))
+            fresh.replace(control)  # at once: a file that is half there says nothing
 
-    def raises(self, error: str) -> None:
+    def raises(self, error: str, *, on: Host | None = None) -> None:
         """From now on every write fails with that errno."""
-        self.tell(**{"raise": error})
+        self.tell(on=on, **{"raise": error})
 
-    def works(self) -> None:
+    def works(self, *, on: Host | None = None) -> None:
         """From now on nothing is wrong with it."""
-        self.tell()
+        self.tell(on=on)
 
 
 def until(what: str, condition: Callable[[], Any], *, timeout: float = 60.0, every: float = 0.05, said: Callable[[], str] = str) -> Any:

@@ -1,17 +1,30 @@
-"""Saves and loads of one checkpoint through several daemons, one rank each, in one process: DCP's own steps, in DCP's order."""
+"""Saves and loads of one checkpoint through several daemons, one rank each, in one process: DCP's own steps, in DCP's order.
+
+And the steps of a commit, as a coordinator's daemon has the others take them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
+from ckptd.model import mint_attempt
+from ckptd.v1.manifest_pb2 import Receipt, Record, Summary
+from ckptd.v1.peer_pb2 import AdoptRequest, PrepareRequest
+from ckptd.v1.peer_pb2_grpc import PeerStub
 from ckptd_client import CkptdError, DaemonStorageReader, DaemonStorageWriter
+from ckptd_client import metadata as pickles
+from ckptd_client.channel import connect
+from ckptd_client.shard import write_metadata
 from client.states import assert_equal, blank
 from hosts import Host, Hosts
 
@@ -49,6 +62,7 @@ class Save:
     """One save by as many ranks as there are addresses; rank 0 coordinates."""
 
     def __init__(self, addresses: Sequence[str], id: str, value: int, numel: int = 10_000, **options: Any) -> None:
+        self.id = id
         self.writers = [DaemonStorageWriter(id, address=address, **options) for address in addresses]
         self.value, self.numel = value, numel
 
@@ -116,3 +130,38 @@ def load_together(addresses: Sequence[str], id: str, world: int, numel: int = 10
 
     with ThreadPoolExecutor(len(addresses)) as threads:
         return list(threads.map(read, range(len(addresses))))
+
+
+def record_of(written: Save, coordinator: Host) -> Record:
+    """The record that the coordinator's daemon would now make of the save, and have all participants adopt."""
+    id = written.id
+    receipts = [Receipt.FromString(result.storage_data) for (result,) in written.results]
+    pickle = write_metadata(connect(coordinator.address), checkpoint_id=id, rank=0, data=pickles.dump(written.metadata))
+    now_us = time.time_ns() // 1000
+    summary = Summary(id=id, attempt=mint_attempt(now_us, None), accepted_us=now_us, world_size=len(receipts), codec="none")
+    return Record(summary=summary, shards=receipts, metadata=pickle, durable=True)
+
+
+@contextmanager
+def peer(host: Host) -> Iterator[Any]:
+    """The host's daemon, as others of its kind call it."""
+    with grpc.insecure_channel(host.peer) as channel:
+        stub: Any = PeerStub(channel)
+        yield stub
+
+
+def prepare_and_adopt(daemon: Any, record: Record) -> None:
+    """What the coordinator's daemon asks of a participant that is rank 1 before it accepts the attempt itself."""
+    id = record.summary.id
+    daemon.Prepare(PrepareRequest(id=id, shards=record.shards[1:], metadata=record.metadata, durable=True), timeout=20)
+    daemon.Adopt(AdoptRequest(record=record), timeout=20)
+
+
+def adopted(hosts: Hosts, id: str, value: int) -> Record:
+    """The record of a save over `id` that the second host, the only participant, has adopted, and the first has not accepted."""
+    written = Save(addresses(hosts), id, value, overwrite=True)
+    written.write()
+    record = record_of(written, hosts[0])
+    with peer(hosts[1]) as daemon:
+        prepare_and_adopt(daemon, record)
+    return record

@@ -58,8 +58,23 @@ class Daemon:
 
     def checkpoints(self, run: str | None) -> list[daemon_pb2.Checkpoint]:
         """All checkpoints, or those of one run."""
-        with _rebuilt(self.address, ANSWER_SECONDS):
-            return list(self._stub.List(daemon_pb2.ListRequest(run=run), timeout=ANSWER_SECONDS))
+        found, trouble = self.listing(run)
+        if trouble is not None:
+            raise trouble
+        return found
+
+    def listing(self, run: str | None) -> tuple[list[daemon_pb2.Checkpoint], errors.CkptdError | None]:
+        """The same; if the daemon cannot read its store, what its memory holds, and why it cannot. Raises that if it holds nothing."""
+        found: list[daemon_pb2.Checkpoint] = []
+        try:
+            with _rebuilt(self.address, ANSWER_SECONDS):
+                for one in self._stub.List(daemon_pb2.ListRequest(run=run), timeout=ANSWER_SECONDS):
+                    found.append(one)  # noqa: PERF402 - what has come counts if the rest does not
+        except (errors.Unavailable, errors.StoreError) as exc:
+            if not found:
+                raise
+            return found, exc
+        return found, None
 
     def show(self, target: str) -> Shown:
         """One checkpoint by id, ``latest`` or ``<run>/latest``; raises NotFound."""
@@ -88,6 +103,9 @@ class Daemon:
         with suppress(errors.CkptdError), _rebuilt(self.address, DELAY_SECONDS):
             found: daemon_pb2.Checkpoint = self._stub.Resolve(daemon_pb2.ResolveRequest(id=target), timeout=DELAY_SECONDS)
             return found.reason
+        with suppress(errors.CkptdError):  # what cannot be restored now, because a node is away, is listed all the same
+            listed, _ = self.listing(CheckpointId.parse(target).run)
+            return next((one.reason for one in listed if one.summary.id == target), "")
         return ""
 
     def prune(

@@ -15,7 +15,7 @@ from dataclasses import replace
 from ckptd import config, contents, inspection
 from ckptd.cli import documents
 from ckptd.cli.documents import Shown
-from ckptd.errors import Corrupt, NotFound, WrongPhase
+from ckptd.errors import CkptdError, Corrupt, NotFound, WrongPhase
 from ckptd.ledger import Ledger
 from ckptd.model import CheckpointId, parse_target
 from ckptd.retention import Policy, Verdict, decide
@@ -53,6 +53,10 @@ class Direct:
         listed.sort(key=documents.order)
         contents.mark_abandoned(listed)
         return listed
+
+    def listing(self, run: str | None) -> tuple[list[daemon_pb2.Checkpoint], CkptdError | None]:
+        """The same, and that nothing is missing: all that there is to look into is the store."""
+        return self.checkpoints(run), None
 
     def show(self, target: str) -> Shown:
         """One checkpoint by id, ``latest`` or ``<run>/latest``; raises NotFound, Corrupt."""

@@ -157,7 +157,9 @@ def status(reply: daemon_pb2.StatusReply) -> dict[str, Any]:
         "draining": reply.draining,
         "bytes_from": dict.fromkeys(_SOURCES, 0) | dict(served),
         "address": reply.address,
-        "peers": [{"address": peer.address, "gone_seconds": peer.gone_seconds} for peer in reply.peers],
+        "peers": [
+            {"address": peer.address, "gone_seconds": peer.gone_seconds, "never_answered": peer.never_answered} for peer in reply.peers
+        ],
         "warning": reply.warning,
     }
 

@@ -33,14 +33,17 @@ def add_commands(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def _list(arguments: argparse.Namespace) -> int:
     run = None if arguments.only_run is None else parse_run(arguments.only_run)
     with source.opened(arguments) as opened:
-        listed = sorted(opened.checkpoints(run), key=documents.order)
+        found, trouble = opened.listing(run)
+        listed = sorted(found, key=documents.order)
         where = opened.where
     if arguments.json:
         output.write(documents.text([documents.checkpoint(one) for one in listed]) + "\n")
-        return 0
-    from ckptd.cli import render  # only people need rich
+    else:
+        from ckptd.cli import render  # only people need rich
 
-    output.write(render.checkpoints(listed, where, arguments.only_run))
+        output.write(render.checkpoints(listed, where, arguments.only_run))
+    if trouble is not None:  # what is there is worth showing, and no answer
+        raise trouble
     return 0
 
 

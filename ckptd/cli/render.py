@@ -119,6 +119,8 @@ def status(reply: daemon_pb2.StatusReply) -> str:
 
 
 def _peer(peer: daemon_pb2.PeerStatus) -> str:
+    if peer.never_answered:
+        return f"{peer.address} (never answered)"
     return peer.address + (f" (gone for {_duration(peer.gone_seconds)})" if peer.gone_seconds else "")
 
 

@@ -344,12 +344,14 @@ class StatusReply(_message.Message):
     def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., store: _Optional[str] = ..., memory: _Optional[int] = ..., used: _Optional[int] = ..., segments: _Optional[int] = ..., leases: _Optional[int] = ..., open_shards: _Optional[int] = ..., waiting: _Optional[int] = ..., accepted: _Optional[int] = ..., failed: _Optional[int] = ..., bytes_from: _Optional[_Mapping[str, int]] = ..., uptime_seconds: _Optional[float] = ..., warning: _Optional[str] = ..., pid: _Optional[int] = ..., shm_dir: _Optional[str] = ..., draining: bool = ..., replicated: _Optional[int] = ..., lost: _Optional[int] = ..., address: _Optional[str] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ...) -> None: ...
 
 class PeerStatus(_message.Message):
-    __slots__ = ("address", "gone_seconds")
+    __slots__ = ("address", "gone_seconds", "never_answered")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     GONE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NEVER_ANSWERED_FIELD_NUMBER: _ClassVar[int]
     address: str
     gone_seconds: float
-    def __init__(self, address: _Optional[str] = ..., gone_seconds: _Optional[float] = ...) -> None: ...
+    never_answered: bool
+    def __init__(self, address: _Optional[str] = ..., gone_seconds: _Optional[float] = ..., never_answered: bool = ...) -> None: ...
 
 class PruneRequest(_message.Message):
     __slots__ = ("run", "keep_last", "keep_every", "keep_within_seconds", "dry_run", "delete_grace_seconds", "orphan_age_seconds")

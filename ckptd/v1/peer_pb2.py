@@ -26,47 +26,47 @@ from ckptd.v1 import daemon_pb2 as ckptd_dot_v1_dot_daemon__pb2
 from ckptd.v1 import manifest_pb2 as ckptd_dot_v1_dot_manifest__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x63kptd/v1/peer.proto\x12\x08\x63kptd.v1\x1a\x15\x63kptd/v1/daemon.proto\x1a\x17\x63kptd/v1/manifest.proto\"u\n\x0ePrepareRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12!\n\x06shards\x18\x02 \x03(\x0b\x32\x11.ckptd.v1.Receipt\x12#\n\x08metadata\x18\x03 \x01(\x0b\x32\x11.ckptd.v1.Receipt\x12\x0f\n\x07\x64urable\x18\x04 \x01(\x08\"A\n\x0cPrepareReply\x12\x0e\n\x06newest\x18\x01 \x01(\t\x12\r\n\x05store\x18\x02 \x01(\t\x12\x12\n\nnode_local\x18\x03 \x01(\x08\"0\n\x0c\x41\x64optRequest\x12 \n\x06record\x18\x01 \x01(\x0b\x32\x10.ckptd.v1.Record\"\x0c\n\nAdoptReply\"B\n\x0e\x41\x62\x61ndonRequest\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x65leted\x18\x03 \x01(\x08\"\x0e\n\x0c\x41\x62\x61ndonReply\" \n\x0cWatchRequest\x12\x10\n\x08\x61ttempts\x18\x01 \x03(\t\"\xa9\x01\n\nWatchReply\x12(\n\x05\x66\x61tes\x18\x01 \x03(\x0b\x32\x19.ckptd.v1.WatchReply.Fate\x1aq\n\x04\x46\x61te\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.ckptd.v1.Checkpoint.State\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0c\n\x04held\x18\x04 \x03(\t\x12\x0f\n\x07\x61\x64opted\x18\x05 \x01(\x08\"0\n\x0bTellRequest\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\"\x0b\n\tTellReply\"]\n\x0fHoldingsRequest\x12\x10\n\x03run\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\t\x12\x13\n\x0bwith_record\x18\x04 \x01(\x08\x42\x06\n\x04_run\"\x88\x01\n\x07Holding\x12\"\n\x07summary\x18\x01 \x01(\x0b\x32\x11.ckptd.v1.Summary\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.ckptd.v1.Checkpoint.State\x12\x0c\n\x04held\x18\x03 \x03(\t\x12 \n\x06record\x18\x04 \x01(\x0b\x32\x10.ckptd.v1.Record\"n\n\x0bPullRequest\x12\r\n\x05token\x18\x01 \x01(\t\x12+\n\x06ranges\x18\x02 \x03(\x0b\x32\x1b.ckptd.v1.PullRequest.Range\x1a#\n\x05Range\x12\n\n\x02\x61t\x18\x01 \x01(\x04\x12\x0e\n\x06nbytes\x18\x02 \x01(\x04\"Y\n\x0c\x46\x65tchRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\r\n\x05shard\x18\x03 \x01(\r\x12\r\n\x05items\x18\x04 \x03(\r\x12\x0e\n\x06\x62locks\x18\x05 \x03(\r\"/\n\x05\x42ytes\x12\n\n\x02\x61t\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0c\n\x04hash\x18\x03 \x01(\x0c\x32\xc4\x03\n\x04Peer\x12;\n\x07Prepare\x12\x18.ckptd.v1.PrepareRequest\x1a\x16.ckptd.v1.PrepareReply\x12\x35\n\x05\x41\x64opt\x12\x16.ckptd.v1.AdoptRequest\x1a\x14.ckptd.v1.AdoptReply\x12;\n\x07\x41\x62\x61ndon\x12\x18.ckptd.v1.AbandonRequest\x1a\x16.ckptd.v1.AbandonReply\x12\x35\n\x05Watch\x12\x16.ckptd.v1.WatchRequest\x1a\x14.ckptd.v1.WatchReply\x12\x32\n\x04Tell\x12\x15.ckptd.v1.TellRequest\x1a\x13.ckptd.v1.TellReply\x12:\n\x08Holdings\x12\x19.ckptd.v1.HoldingsRequest\x1a\x11.ckptd.v1.Holding0\x01\x12\x30\n\x04Pull\x12\x15.ckptd.v1.PullRequest\x1a\x0f.ckptd.v1.Bytes0\x01\x12\x32\n\x05\x46\x65tch\x12\x16.ckptd.v1.FetchRequest\x1a\x0f.ckptd.v1.Bytes0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x63kptd/v1/peer.proto\x12\x08\x63kptd.v1\x1a\x15\x63kptd/v1/daemon.proto\x1a\x17\x63kptd/v1/manifest.proto\"\x86\x01\n\x0ePrepareRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12!\n\x06shards\x18\x02 \x03(\x0b\x32\x11.ckptd.v1.Receipt\x12#\n\x08metadata\x18\x03 \x01(\x0b\x32\x11.ckptd.v1.Receipt\x12\x0f\n\x07\x64urable\x18\x04 \x01(\x08\x12\x0f\n\x07witness\x18\x05 \x01(\t\"A\n\x0cPrepareReply\x12\x0e\n\x06newest\x18\x01 \x01(\t\x12\r\n\x05store\x18\x02 \x01(\t\x12\x12\n\nnode_local\x18\x03 \x01(\x08\"0\n\x0c\x41\x64optRequest\x12 \n\x06record\x18\x01 \x01(\x0b\x32\x10.ckptd.v1.Record\"\x0c\n\nAdoptReply\"B\n\x0e\x41\x62\x61ndonRequest\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x65leted\x18\x03 \x01(\x08\"\x0e\n\x0c\x41\x62\x61ndonReply\" \n\x0cWatchRequest\x12\x10\n\x08\x61ttempts\x18\x01 \x03(\t\"\xa9\x01\n\nWatchReply\x12(\n\x05\x66\x61tes\x18\x01 \x03(\x0b\x32\x19.ckptd.v1.WatchReply.Fate\x1aq\n\x04\x46\x61te\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.ckptd.v1.Checkpoint.State\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0c\n\x04held\x18\x04 \x03(\t\x12\x0f\n\x07\x61\x64opted\x18\x05 \x01(\x08\"0\n\x0bTellRequest\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\"\x0b\n\tTellReply\"]\n\x0fHoldingsRequest\x12\x10\n\x03run\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\t\x12\x13\n\x0bwith_record\x18\x04 \x01(\x08\x42\x06\n\x04_run\"\x88\x01\n\x07Holding\x12\"\n\x07summary\x18\x01 \x01(\x0b\x32\x11.ckptd.v1.Summary\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.ckptd.v1.Checkpoint.State\x12\x0c\n\x04held\x18\x03 \x03(\t\x12 \n\x06record\x18\x04 \x01(\x0b\x32\x10.ckptd.v1.Record\"n\n\x0bPullRequest\x12\r\n\x05token\x18\x01 \x01(\t\x12+\n\x06ranges\x18\x02 \x03(\x0b\x32\x1b.ckptd.v1.PullRequest.Range\x1a#\n\x05Range\x12\n\n\x02\x61t\x18\x01 \x01(\x04\x12\x0e\n\x06nbytes\x18\x02 \x01(\x04\"Y\n\x0c\x46\x65tchRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\r\n\x05shard\x18\x03 \x01(\r\x12\r\n\x05items\x18\x04 \x03(\r\x12\x0e\n\x06\x62locks\x18\x05 \x03(\r\"/\n\x05\x42ytes\x12\n\n\x02\x61t\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0c\n\x04hash\x18\x03 \x01(\x0c\x32\xc4\x03\n\x04Peer\x12;\n\x07Prepare\x12\x18.ckptd.v1.PrepareRequest\x1a\x16.ckptd.v1.PrepareReply\x12\x35\n\x05\x41\x64opt\x12\x16.ckptd.v1.AdoptRequest\x1a\x14.ckptd.v1.AdoptReply\x12;\n\x07\x41\x62\x61ndon\x12\x18.ckptd.v1.AbandonRequest\x1a\x16.ckptd.v1.AbandonReply\x12\x35\n\x05Watch\x12\x16.ckptd.v1.WatchRequest\x1a\x14.ckptd.v1.WatchReply\x12\x32\n\x04Tell\x12\x15.ckptd.v1.TellRequest\x1a\x13.ckptd.v1.TellReply\x12:\n\x08Holdings\x12\x19.ckptd.v1.HoldingsRequest\x1a\x11.ckptd.v1.Holding0\x01\x12\x30\n\x04Pull\x12\x15.ckptd.v1.PullRequest\x1a\x0f.ckptd.v1.Bytes0\x01\x12\x32\n\x05\x46\x65tch\x12\x16.ckptd.v1.FetchRequest\x1a\x0f.ckptd.v1.Bytes0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ckptd.v1.peer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PREPAREREQUEST']._serialized_start=81
-  _globals['_PREPAREREQUEST']._serialized_end=198
-  _globals['_PREPAREREPLY']._serialized_start=200
-  _globals['_PREPAREREPLY']._serialized_end=265
-  _globals['_ADOPTREQUEST']._serialized_start=267
-  _globals['_ADOPTREQUEST']._serialized_end=315
-  _globals['_ADOPTREPLY']._serialized_start=317
-  _globals['_ADOPTREPLY']._serialized_end=329
-  _globals['_ABANDONREQUEST']._serialized_start=331
-  _globals['_ABANDONREQUEST']._serialized_end=397
-  _globals['_ABANDONREPLY']._serialized_start=399
-  _globals['_ABANDONREPLY']._serialized_end=413
-  _globals['_WATCHREQUEST']._serialized_start=415
-  _globals['_WATCHREQUEST']._serialized_end=447
-  _globals['_WATCHREPLY']._serialized_start=450
-  _globals['_WATCHREPLY']._serialized_end=619
-  _globals['_WATCHREPLY_FATE']._serialized_start=506
-  _globals['_WATCHREPLY_FATE']._serialized_end=619
-  _globals['_TELLREQUEST']._serialized_start=621
-  _globals['_TELLREQUEST']._serialized_end=669
-  _globals['_TELLREPLY']._serialized_start=671
-  _globals['_TELLREPLY']._serialized_end=682
-  _globals['_HOLDINGSREQUEST']._serialized_start=684
-  _globals['_HOLDINGSREQUEST']._serialized_end=777
-  _globals['_HOLDING']._serialized_start=780
-  _globals['_HOLDING']._serialized_end=916
-  _globals['_PULLREQUEST']._serialized_start=918
-  _globals['_PULLREQUEST']._serialized_end=1028
-  _globals['_PULLREQUEST_RANGE']._serialized_start=993
-  _globals['_PULLREQUEST_RANGE']._serialized_end=1028
-  _globals['_FETCHREQUEST']._serialized_start=1030
-  _globals['_FETCHREQUEST']._serialized_end=1119
-  _globals['_BYTES']._serialized_start=1121
-  _globals['_BYTES']._serialized_end=1168
-  _globals['_PEER']._serialized_start=1171
-  _globals['_PEER']._serialized_end=1623
+  _globals['_PREPAREREQUEST']._serialized_start=82
+  _globals['_PREPAREREQUEST']._serialized_end=216
+  _globals['_PREPAREREPLY']._serialized_start=218
+  _globals['_PREPAREREPLY']._serialized_end=283
+  _globals['_ADOPTREQUEST']._serialized_start=285
+  _globals['_ADOPTREQUEST']._serialized_end=333
+  _globals['_ADOPTREPLY']._serialized_start=335
+  _globals['_ADOPTREPLY']._serialized_end=347
+  _globals['_ABANDONREQUEST']._serialized_start=349
+  _globals['_ABANDONREQUEST']._serialized_end=415
+  _globals['_ABANDONREPLY']._serialized_start=417
+  _globals['_ABANDONREPLY']._serialized_end=431
+  _globals['_WATCHREQUEST']._serialized_start=433
+  _globals['_WATCHREQUEST']._serialized_end=465
+  _globals['_WATCHREPLY']._serialized_start=468
+  _globals['_WATCHREPLY']._serialized_end=637
+  _globals['_WATCHREPLY_FATE']._serialized_start=524
+  _globals['_WATCHREPLY_FATE']._serialized_end=637
+  _globals['_TELLREQUEST']._serialized_start=639
+  _globals['_TELLREQUEST']._serialized_end=687
+  _globals['_TELLREPLY']._serialized_start=689
+  _globals['_TELLREPLY']._serialized_end=700
+  _globals['_HOLDINGSREQUEST']._serialized_start=702
+  _globals['_HOLDINGSREQUEST']._serialized_end=795
+  _globals['_HOLDING']._serialized_start=798
+  _globals['_HOLDING']._serialized_end=934
+  _globals['_PULLREQUEST']._serialized_start=936
+  _globals['_PULLREQUEST']._serialized_end=1046
+  _globals['_PULLREQUEST_RANGE']._serialized_start=1011
+  _globals['_PULLREQUEST_RANGE']._serialized_end=1046
+  _globals['_FETCHREQUEST']._serialized_start=1048
+  _globals['_FETCHREQUEST']._serialized_end=1137
+  _globals['_BYTES']._serialized_start=1139
+  _globals['_BYTES']._serialized_end=1186
+  _globals['_PEER']._serialized_start=1189
+  _globals['_PEER']._serialized_end=1641
 # @@protoc_insertion_point(module_scope)

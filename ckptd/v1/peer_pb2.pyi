@@ -9,16 +9,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrepareRequest(_message.Message):
-    __slots__ = ("id", "shards", "metadata", "durable")
+    __slots__ = ("id", "shards", "metadata", "durable", "witness")
     ID_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
+    WITNESS_FIELD_NUMBER: _ClassVar[int]
     id: str
     shards: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Receipt]
     metadata: _manifest_pb2.Receipt
     durable: bool
-    def __init__(self, id: _Optional[str] = ..., shards: _Optional[_Iterable[_Union[_manifest_pb2.Receipt, _Mapping]]] = ..., metadata: _Optional[_Union[_manifest_pb2.Receipt, _Mapping]] = ..., durable: bool = ...) -> None: ...
+    witness: str
+    def __init__(self, id: _Optional[str] = ..., shards: _Optional[_Iterable[_Union[_manifest_pb2.Receipt, _Mapping]]] = ..., metadata: _Optional[_Union[_manifest_pb2.Receipt, _Mapping]] = ..., durable: bool = ..., witness: _Optional[str] = ...) -> None: ...
 
 class PrepareReply(_message.Message):
     __slots__ = ("newest", "store", "node_local")

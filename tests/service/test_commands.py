@@ -114,6 +114,31 @@ def test_status_counts_what_there_is(daemon: DaemonProcess) -> None:
     assert str(daemon.shm_dir) in people.stdout
 
 
+def test_a_list_without_its_store_shows_what_memory_holds_and_is_no_answer(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with DaemonProcess(str(store), memory="64MiB") as daemon:
+        for name, durable in (("run/step-1", True), ("run/step-2", False), ("other/step-1", False)):
+            dcp.save(STATE, storage_writer=DaemonStorageWriter(name, address=daemon.address, durable=durable), no_dist=True)
+        wait("run/step-1", address=daemon.address, timeout=60)
+        store.rename(tmp_path / "away")
+        done = daemon.cli("list", "--json")
+        assert [(one["id"], one["state"]) for one in json.loads(done.stdout)] == [
+            ("other/step-1", "accepted"),
+            ("run/step-1", "durable"),
+            ("run/step-2", "accepted"),
+        ]
+        assert done.stderr.startswith(f"ckptd: only what memory holds is listed: the store {store} has been there")
+        assert (done.returncode, done.stderr.count("\n")) == (3, 1)
+        done = daemon.cli("list", "--run", "run")
+        assert done.returncode == 3
+        assert "run/step-2" in done.stdout
+        assert "other/step-1" not in done.stdout
+        # Where memory holds nothing there is no page that says so.
+        done = daemon.cli("list", "--run", "elsewhere")
+        assert (done.returncode, done.stdout) == (3, "")
+        assert done.stderr.startswith(f"ckptd: the store {store} has been there")
+
+
 def test_a_damaged_checkpoint_does_not_hide_the_others(daemon: DaemonProcess, tmp_path: Path) -> None:
     subprocess.run(["cp", "-r", f"{daemon.store}/.", tmp_path], check=True)
     manifest = next((tmp_path / "step-1" / ".ckptd").glob("*.manifest"))

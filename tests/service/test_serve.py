@@ -6,12 +6,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
+import joint
+from ckptd.v1 import daemon_pb2 as pb
+from ckptd.v1 import daemon_pb2_grpc
 from daemons import DaemonProcess
+from hosts import until
 
 
 def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -110,6 +116,36 @@ def test_a_signal_ends_it_with_status_0_and_leaves_no_memory(home: Path, name: s
         assert left == []
 
 
+def test_a_signal_ends_calls_that_still_run_with_an_error_and_leaves_no_traceback(home: Path) -> None:
+    with DaemonProcess(str(home / "store")) as daemon, grpc.insecure_channel(daemon.address) as channel:
+        joint.save([daemon.address], "run/step-1", 1)
+        stub = daemon_pb2_grpc.DaemonStub(channel)
+        attempt = stub.Resolve(pb.ResolveRequest(id="run/step-1")).summary.attempt
+        asked, hung_up = threading.Event(), threading.Event()
+
+        def requests() -> Iterator[pb.LoadRequest]:
+            yield pb.LoadRequest(open=pb.LoadRequest.Open(id="run/step-1", attempt=attempt))
+            asked.set()
+            hung_up.wait()
+
+        load = stub.Load(requests())
+        assert next(load).HasField("opened")
+        assert asked.wait(30)
+        try:
+            assert daemon.terminate() == 0
+            with pytest.raises(grpc.RpcError) as caught:
+                next(load)
+        finally:
+            hung_up.set()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        # Not an answer of the daemon's: of a commit that is cut off nobody knows what has come of it.
+        assert "ckptd-kind" not in dict(caught.value.trailing_metadata() or ())
+        log = daemon.log.read_text()
+        assert "shutting down" in log
+        assert "Traceback" not in log
+        assert " ERROR " not in log
+
+
 def test_a_killed_daemon_is_replaced_on_the_same_socket(home: Path) -> None:
     with DaemonProcess(str(home / "store")) as daemon:
         daemon.restart()
@@ -197,3 +233,27 @@ def test_a_directory_that_others_may_not_see_is_worth_a_warning_where_others_can
         daemon.arguments.append("--shared-store")
         daemon.restart()
         assert daemon.log.read_text().count("saves of several nodes are refused") == 1
+
+
+@pytest.mark.parametrize("name", ["no-such-host.invalid", "no..host"])
+def test_a_name_for_others_that_leads_nowhere_is_worth_a_warning_and_not_refused(name: str, home: Path) -> None:
+    port = free_port()
+    where = ["--listen", f"127.0.0.1:{port}", "--shared-store"]
+    with DaemonProcess(str(home / "store"), *where, "--advertise", f"{name}:{port}") as daemon:
+
+        def warnings() -> list[str]:
+            return [line for line in daemon.log.read_text().splitlines() if " WARNING ckptd.daemon " in line]
+
+        until("it is warned of", warnings)
+        assert len(warnings()) == 1
+        assert f"--advertise {name}:{port} leads nowhere now (" in warnings()[0]
+        assert "other nodes will not reach this one" in warnings()[0]
+
+
+def test_a_name_for_others_that_leads_here_is_not_worth_a_warning(home: Path) -> None:
+    port = free_port()
+    with DaemonProcess(
+        str(home / "store"), "--listen", f"127.0.0.1:{port}", "--shared-store", "--advertise", f"localhost:{port}"
+    ) as daemon:
+        assert daemon.cli("status").returncode == 0
+        assert "leads nowhere" not in daemon.log.read_text()

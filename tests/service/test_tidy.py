@@ -234,14 +234,8 @@ def test_a_drain_says_when_all_is_durable_and_doctor_that_it_goes_on(tmp_path: P
         writer = DaemonStorageWriter("step-1", address=running.address)
         dcp.save({"w": torch.ones(1000)}, storage_writer=writer, no_dist=True)
         assert main(["drain", "--json", *where]) == 0
-        assert json.loads(capsys.readouterr().out) == {
-            "draining": True,
-            "accepted": 0,
-            "raw_bytes": 0,
-            "failed": [],
-            "memory_only": [],
-            "begun": [],
-        }
+        left = json.loads(capsys.readouterr().out)
+        assert [what for what, there in left.items() if there] == ["draining"]  # nothing on its way, nothing that failed
         assert assert_whole_or_absent(Path(running.store)).keys() == {"step-1"}
         assert main(looked) == 0
         assert json.loads(capsys.readouterr().out)["checks"][0]["verdict"] == "warn"

@@ -15,7 +15,7 @@ import grpc
 import pytest
 import trustme
 
-from ckptd import __version__, config, tls
+from ckptd import __version__, config, peers, tls
 from ckptd.errors import InvalidRequest, Unavailable
 from ckptd.peers import Peers
 from ckptd.v1 import daemon_pb2, daemon_pb2_grpc, peer_pb2
@@ -239,13 +239,13 @@ def told(address: str, credentials: grpc.ChannelCredentials | None) -> str:
     """What a node says that cannot call the one at `address`."""
 
     async def call() -> str:
-        peers = Peers("", credentials=credentials)
+        calling = Peers("", credentials=credentials)
         try:
             with pytest.raises(Unavailable) as caught:
-                await peers.call(address, "say something", lambda stub: stub.Watch(peer_pb2.WatchRequest()))
+                await calling.call(address, "say something", lambda stub: stub.Watch(peer_pb2.WatchRequest()))
             return str(caught.value)
         finally:
-            await peers.close()
+            await calling.close()
 
     return asyncio.run(call())
 
@@ -268,6 +268,35 @@ def test_a_node_without_tls_is_told_of_it(files: Files, tmp_path: Path) -> None:
         assert "speaks no TLS, and this one does: give all nodes" in told(address, tls.channel_credentials(files.settings()))
 
 
+def test_of_a_node_that_a_shared_name_led_to_the_certificate_has_to_have_that_name(
+    ca: trustme.CA, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = issue(tmp_path / "there", ca, "node-1.test", "cluster.test")
+    address = f"127.0.0.1:{free_port()}"
+    port = address.rpartition(":")[2]
+
+    async def found(_: str) -> list[str]:
+        return [address, f"127.0.0.9:{port}"]
+
+    async def call() -> None:
+        calling = Peers("", configured=[f"cluster.test:{port}"], credentials=tls.channel_credentials(files.settings()))
+        looking = asyncio.create_task(calling.look_up_forever())
+        try:
+            while address not in calling.known:
+                await asyncio.sleep(0.05)
+                assert not looking.done()
+            await calling.call(address, "say something", lambda stub: stub.Watch(peer_pb2.WatchRequest()))
+        finally:
+            looking.cancel()
+            await calling.close()
+
+    monkeypatch.setattr(peers, "behind", found)
+    with DaemonProcess(str(tmp_path / "store"), "--listen", address, "--advertise", f"node-1.test:{port}", *there.flags, memory="64MiB"):
+        with pytest.raises(grpc.RpcError):
+            hello(address, tls.channel_credentials(files.settings()))
+        asyncio.run(call())
+
+
 def test_a_key_that_others_can_read_is_worth_a_warning(files: Files, caplog: pytest.LogCaptureFixture) -> None:
     files.key.chmod(0o600)
     tls.server_credentials(files.settings())
@@ -275,3 +304,20 @@ def test_a_key_that_others_can_read_is_worth_a_warning(files: Files, caplog: pyt
     files.key.chmod(0o640)
     tls.server_credentials(files.settings())
     assert [f"chmod 600 {files.key}" in message for message in caplog.messages] == [True]
+
+
+def test_a_load_that_finds_nothing_says_which_node_could_not_be_asked_because_of_tls(node: Node, tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    where = ["--listen", address, "--peer", node.address, *issue(tmp_path, trustme.CA(), "127.0.0.1").flags]
+    with DaemonProcess(str(tmp_path / "store"), *where, memory="64MiB") as daemon:
+        done = daemon.cli("show", "run/latest")
+        assert done.returncode == 1
+        assert "no checkpoint in run 'run'" in done.stderr
+        assert f"the ckptd daemon at {node.address}, which may hold one, is not trusted: its certificate is not signed by" in done.stderr
+        # Of one that was there a moment ago the reason is the same, and nobody may start from nothing.
+        with grpc.insecure_channel(daemon.address) as channel:
+            opening = daemon_pb2.LoadRequest(open=daemon_pb2.LoadRequest.Open(peers=[node.address]))
+            next(daemon_pb2_grpc.DaemonStub(channel).Load(iter([opening])))
+        done = daemon.cli("show", "run/step-1")
+        assert done.returncode == 3
+        assert f"the ckptd daemon at {node.address} is not trusted: its certificate is not signed by" in done.stderr

@@ -1,0 +1,198 @@
+"""The daemons of other nodes, as one daemon sees them: who never answers, who is itself, and connections that are replaced under a call."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+import joint
+from ckptd import peers
+from ckptd.errors import Unavailable
+from ckptd.peers import Peers
+from ckptd.v1 import peer_pb2 as pb
+from ckptd.v1.peer_pb2_grpc import PeerServicer, add_PeerServicer_to_server
+from daemons import DaemonProcess
+from hosts import Hosts, until
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# -- connections that are replaced ----------------------------------------------------------------------------------
+
+
+class Silent(PeerServicer):
+    """Takes questions and never answers; sends one piece of a shard, and no more."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Semaphore(0)
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> pb.WatchReply:
+        self.asked.release()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def Pull(self, request: pb.PullRequest, context: Any) -> AsyncIterator[pb.Bytes]:
+        yield pb.Bytes(data=b"a piece")
+        self.asked.release()
+        await asyncio.Event().wait()
+
+
+def with_silent(then: Callable[[Peers, str, Silent], Awaitable[None]]) -> None:
+    """Runs `then` with a peer that is silent, at an address."""
+
+    async def run() -> None:
+        server, silent, there = grpc.aio.server(), Silent(), Peers("")
+        add_PeerServicer_to_server(silent, server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        try:
+            await then(there, address, silent)
+        finally:
+            await there.close()
+            await server.stop(0)
+
+    asyncio.run(run())
+
+
+async def watch(there: Peers, address: str) -> None:
+    await there.call(address, "say something", lambda stub: stub.Watch(pb.WatchRequest()), 60.0)
+
+
+async def pull(there: Peers, address: str) -> None:
+    async for piece in there.stream(address, "send something", lambda stub: stub.Pull(pb.PullRequest()), 60.0):
+        assert piece.data == b"a piece"
+
+
+def test_calls_over_a_connection_that_is_replaced_end_as_those_to_a_peer_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_CLOSING_SECONDS", 0.1)
+
+    async def run(there: Peers, address: str, silent: Silent) -> None:
+        calls = [asyncio.create_task(watch(there, address)), asyncio.create_task(pull(there, address))]
+        for _ in calls:
+            await silent.asked.acquire()
+        with pytest.raises(Unavailable):
+            await there.call(address, "say something at once", lambda stub: stub.Watch(pb.WatchRequest()), 0.1)
+        there.called(address)
+        for call, doing in zip(calls, ("say something", "send something"), strict=True):
+            with pytest.raises(Unavailable, match=f"the ckptd daemon at {address} does not answer: it was asked to {doing}"):
+                await call
+        # It has called: what became of the old connection says nothing of the new one.
+        assert there.reachable() == [address]
+        assert there.gone_seconds(address) == 0.0
+
+    with_silent(run)
+
+
+def test_a_call_of_a_task_that_is_cancelled_is_cancelled() -> None:
+    async def run(there: Peers, address: str, silent: Silent) -> None:
+        for call in (watch, pull):
+            task = asyncio.create_task(call(there, address))
+            await silent.asked.acquire()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    with_silent(run)
+
+
+def test_after_the_end_nobody_is_called() -> None:
+    async def run(there: Peers, address: str, _: Silent) -> None:
+        await there.close()
+        for call in (watch, pull):
+            with pytest.raises(Unavailable, match="this ckptd daemon ends"):
+                await call(there, address)
+
+    with_silent(run)
+
+
+# -- who never answers ----------------------------------------------------------------------------------------------
+
+
+def test_a_peer_that_never_answered_is_shown_as_such_and_one_that_did_as_gone(tmp_path: Path) -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    with Hosts(2, tmp_path / "store", "--peer", nobody, memory="64MiB") as hosts:
+
+        def shown() -> dict[str, Any]:
+            return {one["address"]: one for one in hosts[0].status()["peers"]}
+
+        until("the one is tried", lambda: shown()[nobody]["never_answered"])
+        assert f"{nobody} (never answered)" in hosts[0].daemon.cli("status").stdout
+        assert not shown()[hosts[1].peer]["never_answered"]
+        hosts[1].kill()
+
+        def is_gone() -> bool:
+            hosts[0].daemon.list()  # asks them
+            return bool(shown()[hosts[1].peer]["gone_seconds"])
+
+        until("the other is missed", is_gone)
+        assert not shown()[hosts[1].peer]["never_answered"]
+        assert f"{hosts[1].peer} (gone for " in hosts[0].daemon.cli("status").stdout
+
+
+def test_a_peer_that_never_answers_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(peers, "LOOK_UP_SECONDS", 0.05)
+    monkeypatch.setattr(peers, "UNANSWERED_SECONDS", 0.2)
+    address, strange = f"127.0.0.1:{free_port()}", "no..name:7070"
+
+    async def run() -> list[str]:
+        there = Peers("", configured=[address, strange])
+        looking = asyncio.create_task(there.look_up_forever())
+        rounds = 0
+        while rounds < 5 or len(warnings()) < 2:
+            await asyncio.sleep(0.1)
+            rounds += 1
+            assert not looking.done()
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+        await there.close()
+        return warnings()
+
+    def warnings() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+    said = asyncio.run(run())
+    assert len(said) == 2
+    assert said[0].startswith(f"--peer {address} has never answered: it cannot be reached (")
+    assert "check the address, that the daemon there has it among its --listen" in said[0]
+    assert f"--peer {strange} has never answered" in said[1]
+
+
+@pytest.mark.parametrize("called", ["localhost", "127.0.0.1"])
+def test_a_daemon_that_is_in_its_own_list_of_peers_is_no_peer(called: str, tmp_path: Path) -> None:
+    port = free_port()
+    advertised = "127.0.0.1" if called == "localhost" else "localhost"
+    arguments = ["--listen", f"127.0.0.1:{port}", "--advertise", f"{advertised}:{port}", "--peer", f"{called}:{port}"]
+    with DaemonProcess(str(tmp_path / "store"), *arguments, memory="64MiB") as daemon:
+
+        def peers_shown() -> list[Any]:
+            return list(json.loads(daemon.cli("status", "--json").stdout)["peers"])
+
+        until("it has found itself", lambda: not peers_shown())
+
+
+# -- copies ---------------------------------------------------------------------------------------------------------
+
+
+def test_fewer_nodes_than_replicas_is_said_once_per_run(tmp_path: Path) -> None:
+    with Hosts(2, tmp_path / "store", replicas=2, memory="64MiB") as hosts:
+        for id in ("run/step-1", "run/step-2", "other/step-1"):
+            joint.save(joint.addresses(hosts), id, 1)
+        said = [
+            line
+            for line in hosts[0].daemon.log.read_text().splitlines()
+            if "--replicas 2 is more than its saves have other nodes, 1:" in line
+        ]
+        assert [line.partition("run '")[2].partition("'")[0] for line in said] == ["run", "other"]
+        assert " INFO " in said[0]
