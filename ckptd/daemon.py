@@ -219,7 +219,7 @@ async def run(settings: Settings) -> int:
             ended_task.cancel()
         rooms.service.ending.set()
         node.wake()  # who waits for a change is told as well
-        stopping = asyncio.create_task(server.stop(2 * STOP_SECONDS))
+        stopping = asyncio.create_task(server.stop(10 * STOP_SECONDS))
         await asyncio.wait((stopping,), timeout=STOP_SECONDS)
         calls.end()
         await stopping
