@@ -181,7 +181,8 @@ class Backlog:
         try:
             self.missing[attempt.name] = await asyncio.get_running_loop().run_in_executor(self.threads, self.joint.lacking, attempt)
         except errors.WrongPhase as exc:
-            self.apply(self.catalog.aborted(attempt.name, str(exc)))
+            if attempt.name in self.catalog.attempts:
+                self.apply(self.catalog.aborted(attempt.name, str(exc)))
         except errors.CkptdError as exc:  # a store that cannot be asked says nothing new
             log.debug("what the store has of %s is not known: %s", attempt.id, exc)
 

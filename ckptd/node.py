@@ -19,6 +19,7 @@ from pathlib import Path
 from ckptd import errors
 from ckptd.arena import Arena
 from ckptd.attempt import Attempt, Drop, Effect, Forget, StopFlush
+from ckptd.awake import Awake
 from ckptd.backlog import Backlog
 from ckptd.catalog import Catalog
 from ckptd.flusher import Flusher
@@ -73,6 +74,7 @@ class Node:
         self.caches: list[tuple[Callable[[], Iterable[str]], Callable[[str], None]]] = []
         #: Frees what a room keeps and nobody reads, when somebody waits for memory.
         self.give_up_unread: Callable[[], None] = lambda: None
+        self.awake = Awake()
         self._changed = asyncio.Event()
         self._waited_for: set[str] = set()
         self._learning: dict[str, asyncio.Task[None]] = {}
@@ -201,6 +203,7 @@ class Node:
 
     def tick(self) -> None:
         """Once a second: what nobody bound in time goes, and what a writer left without a word."""
+        self.awake.tick()
         now = time.monotonic()
         for token in self.catalog.opened_before(now - MAPPED_SECONDS):
             if token not in self.arena or not is_mapped(self.arena.get(token).path):

@@ -79,7 +79,7 @@ class Sighting:
         if self.record is not None and not self.record.durable and self.state in PENDING:
             reason = MEMORY_ONLY
         state = self.state
-        told = self.own is not None and self.own.doubtful  # then it says the same, and since when
+        told = self.own is not None and self.own.doubtful and reason  # then it says the same, and since when
         if self.missing and not told and state in (*PENDING, Checkpoint.LOST, Checkpoint.FAILED):
             reason = "; ".join(filter(None, [*_why(self.missing), reason]))
         return Checkpoint(summary=self.summary, state=state, reason=reason)

@@ -9,8 +9,8 @@ durable is only what the store says. Lives on the loop.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -35,7 +35,7 @@ class _Seen:
     """What was heard of one attempt from one node."""
 
     fate: WatchReply.Fate | None
-    #: When it was there last, monotonic.
+    #: When it was there last, by the node's clock.
     last: float
 
 
@@ -48,8 +48,9 @@ class Watch:
         #: Told of attempts of which another node knows that all have accepted them.
         self.confirmed: Callable[[str], None] = lambda _: None
         self._seen: dict[str, dict[str, _Seen]] = {}
-        #: Since when each attempt is watched, monotonic.
+        #: Since when each attempt is watched, by the node's clock.
         self._since: dict[str, float] = {}
+        self._looking: dict[str, asyncio.Task[None]] = {}
         self._woken = asyncio.Event()
         self._telling: set[asyncio.Task[object]] = set()
         node.backlog.tell = self.tell
@@ -110,7 +111,7 @@ class Watch:
             self.node.backlog.forget(name)
         if not watched:
             return
-        now = time.monotonic()
+        now = self.node.awake.now()
         asked: dict[str, list[Attempt]] = {}
         for attempt in watched:
             for node, address in self._others(attempt).items():
@@ -122,10 +123,16 @@ class Watch:
                 for node, there in self._others(attempt).items():
                     if there == address and fate.attempt == attempt.name:
                         self._heard(attempt, node, fate)
-        await asyncio.gather(*(self.node.backlog.look_again(one) for one in watched if one.state == Checkpoint.LOST))
+        for attempt in watched:
+            if attempt.state == Checkpoint.LOST and attempt.name not in self._looking:  # not waited for: the store may hang
+                task = self._looking[attempt.name] = asyncio.create_task(self.node.backlog.look_again(attempt))
+                task.add_done_callback(functools.partial(self._looked, attempt.name))
         for attempt in watched:
             if attempt.name in self.node.catalog.attempts and (attempt.pending or attempt.state == Checkpoint.LOST):
                 self._follow(attempt, self._judged(attempt, asked))
+
+    def _looked(self, name: str, _: object) -> None:
+        del self._looking[name]
 
     def _heard(self, attempt: Attempt, node: str, fate: WatchReply.Fate) -> None:
         """What one node says of an attempt."""
@@ -137,11 +144,11 @@ class Watch:
             return
         if fate.state != Checkpoint.UNKNOWN and not fate.adopted and not attempt.confirmed:
             self.confirmed(attempt.name)
-        recovering = attempt.name in self.node.backlog.recovered and time.monotonic() - self._since[attempt.name] < LOST_SECONDS
+        recovering = attempt.name in self.node.backlog.recovered and self.node.awake.now() - self._since[attempt.name] < LOST_SECONDS
         if fate.state == Checkpoint.FAILED and seen.fate is None and recovering:
-            seen.last = time.monotonic()  # this node has been started since, to try again, and the other has yet to be
+            seen.last = self.node.awake.now()  # this node has been started since, to try again, and the other has yet to be
         elif _counts(attempt, node, fate):
-            self._seen[attempt.name][node] = _Seen(fate, time.monotonic())
+            self._seen[attempt.name][node] = _Seen(fate, self.node.awake.now())
 
     async def _ask(self, asked: dict[str, list[Attempt]]) -> Iterable[tuple[str, list[Attempt], WatchReply]]:
         async def one(address: str, attempts: list[Attempt]) -> tuple[str, list[Attempt], WatchReply] | None:
@@ -156,7 +163,7 @@ class Watch:
         return [one for one in found if one is not None]
 
     def _judged(self, attempt: Attempt, asked: dict[str, list[Attempt]]) -> Judgement:
-        now = time.monotonic()
+        now = self.node.awake.now()
         views = {}
         for node, seen in self._seen[attempt.name].items():
             silent = now - seen.last

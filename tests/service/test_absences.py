@@ -165,6 +165,41 @@ def counts_once_the_store_shows_it(home: Path) -> None:
         assert load(participant.address, abandoned, 1) == 1
 
 
+def is_back_while_the_store_hangs(home: Path) -> None:
+    """What was lost is accepted again when its node is back, whatever the store of the other one does meanwhile."""
+    store = Troubled(home)
+    with store.hosts(2) as hosts:
+        there, away = hosts
+        save(addresses(hosts), ID, 1)
+        away.kill()
+        until("it is lost", lambda: there.status()["lost"] == 1, timeout=100, every=2.0)
+        store.tell(on=there, list_hangs=True, **{"raise": "EIO"})
+        away.start()
+        until("it is accepted again", lambda: there.status()["accepted"] == 1, timeout=30, every=1.0)
+        store.works()
+        for host in hosts:
+            host.daemon.until(ID, "durable", timeout=60)
+
+
+def stood_still_together(home: Path) -> None:
+    """A minute and more passes while both nodes are stopped; one goes on a moment before the other."""
+    store = Troubled(home)
+    with store.hosts(2) as hosts:
+        save(addresses(hosts), ID, 1)
+        first, second = hosts
+        second.stop()
+        time.sleep(1.0)
+        first.stop()
+        time.sleep(64.0)
+        first.cont()
+        time.sleep(0.5)
+        second.cont()
+        store.works()
+        for host in hosts:
+            host.daemon.until(ID, "durable", timeout=60)
+            assert "is lost" not in host.daemon.log.read_text()
+
+
 def is_removed_by_hand(home: Path) -> None:
     """Who commits says that it is durable, and nothing of it is in the store when the other can look there again."""
     store = Troubled(home)
@@ -195,6 +230,8 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
     "what was replicated becomes durable without its participant": partial(becomes_durable_from_copies, lost=1),
     "what a lost node had a part of does not keep memory from later saves": takes_no_memory,
     "what was superseded and deleted on one node does not come back from a copy": does_not_come_back,
+    "what was lost is back although the store hangs": is_back_while_the_store_hangs,
+    "what nodes held that stood still together is not lost": stood_still_together,
     "what another node calls durable and somebody has removed by hand fails": is_removed_by_hand,
     "two nodes that upload one shard do no harm": is_uploaded_twice,
     "what a node adopted counts once the store shows that all have accepted it": counts_once_the_store_shows_it,
