@@ -41,8 +41,8 @@ class Arena:
     """Owns `directory` until `close`.
 
     `budget` is in bytes; None means half of what the file system can hold. `victims` yields
-    (token, precious) of what may be evicted, in order; a precious one only if nothing else
-    makes room. `evicted` is told each token whose bytes are gone. Raises InvalidRequest if
+    (token, precious) of what may be evicted, in order; a precious one only if nothing else makes
+    room, and its owner does not just get it again. `evicted` is told each token whose bytes are gone. Raises InvalidRequest if
     the directory cannot be had, or the budget makes no sense there.
     """
 
@@ -116,16 +116,24 @@ class Arena:
         return found
 
     async def allocate(
-        self, nbytes: int, owner: str, *, metadata: bool = False, deadline: float | None = None, sparing: Tokens = tuple
+        self,
+        nbytes: int,
+        owner: str,
+        *,
+        metadata: bool = False,
+        deadline: float | None = None,
+        sparing: Tokens = tuple,
+        beside: Tokens = tuple,
     ) -> Segment:
         """A segment of at least `nbytes`, open, all pages there; its bytes are whatever was there before.
 
         Waits its turn until `deadline` (loop time; None: for ever). Raises ArenaFull if there is no room by then, or never can be,
-        or if the file system is full. An `owner` of "" reuses nothing. `sparing`: tokens of what is not evicted for it.
+        or if the file system is full. An `owner` of "" reuses nothing. `sparing`: tokens of what is not evicted for it;
+        `beside`: of what the same save holds here, for the error's sake.
         """
         if nbytes < 0:
             raise InvalidRequest(f"a segment of {nbytes} bytes")
-        segment, fresh = await self._turn(Waiter(files.rounded(nbytes), owner, metadata, sparing=sparing), deadline)
+        segment, fresh = await self._turn(Waiter(files.rounded(nbytes), owner, metadata, sparing=sparing, beside=beside), deadline)
         if fresh:
             await self._pool.make(segment)
         return segment
@@ -335,15 +343,7 @@ class Arena:
         if self._pool.discard(segment) and segment.state in ("sealed", "cache"):
             self._evicted(segment.token)
 
-    # -- words -----------------------------------------------------------------------------------
-
-    def _shortage(self, waiter: Waiter) -> str:
+    def _shortage(self, waiter: Waiter) -> tuple[str, str]:
         able = {segment.token for segment in self._evictable()}
         kept = [segment for segment in self._pool if segment.token not in able]
-        figures = [f"no room for {shown(waiter.nbytes)}: {shown(self.budget)} budget"]
-        for state, what in (("sealed", "held by checkpoints that are not durable yet"), ("open", "being written"), ("cache", "being read")):
-            if total := sum(segment.charged for segment in kept if segment.state == state):
-                figures.append(f"{shown(total)} {what}")
-        if ahead := self._line.ahead_of(waiter):
-            figures.append(f"{ahead} earlier requests waiting")
-        return ", ".join(figures)
+        return self._budget.shortage(waiter.nbytes, kept, waiter.beside(), self._line.ahead_of(waiter))

@@ -73,6 +73,8 @@ class Attempt:
     """Tokens of what this node has to hold: its own shards, and the metadata pickle. The rest it may hold for others."""
     confirmed: bool = True
     """All participants have accepted it. Until that is known here, it supersedes nothing, and nothing is made of it."""
+    deleted: bool = False
+    """Somebody has asked for its deletion."""
     was_durable: bool = False
     """It became durable, and was deleted since: who waits for it has waited long enough."""
     doubtful: bool = False
@@ -167,8 +169,8 @@ def irreplaceable(attempts: Collection[Attempt]) -> set[str]:
 def victims(attempts: Collection[Attempt], pinned: Collection[str]) -> Iterator[tuple[str, bool]]:
     """Tokens in the order in which they may be lost.
 
-    True marks what should go only if nothing else makes room: the newest durable checkpoint of a
-    run, and what failed to become durable, because its only copy is here.
+    True marks what goes only if nothing else makes room: what has nothing but this memory (a save that was outrun, for a newer one
+    of its run is durable, and that may still become durable; one that failed to), then the newest durable checkpoint of a run.
     """
     newest_durable: dict[str, str] = {}
     newest_accepted: dict[str, str] = {}
@@ -179,22 +181,22 @@ def victims(attempts: Collection[Attempt], pinned: Collection[str]) -> Iterator[
         if attempt.state == Checkpoint.DURABLE:
             newest_durable[run] = max(attempt.name, newest_durable.get(run, ""))
 
-    def outrun(attempt: Attempt) -> bool:
+    def worth(attempt: Attempt) -> int:
+        """The more, the later it goes; from 2 on it is precious, and what is worth 6 stays."""
         run = attempt.id.run
-        if not attempt.pending:
-            return False
-        return attempt.name < newest_durable.get(run, "") or (not attempt.record.durable and attempt.name < newest_accepted.get(run, ""))
+        if attempt.ended:
+            return 3 if attempt.doubtful or (attempt.state == Checkpoint.FAILED and attempt.intact) else 0
+        if attempt.state == Checkpoint.DURABLE:
+            return 4 if attempt.name == newest_durable[run] else 1
+        if not attempt.record.durable and attempt.name < newest_accepted.get(run, ""):
+            return 0  # nobody was told that it would become durable
+        if attempt.name < newest_durable.get(run, ""):
+            return 2
+        return 5 if attempt.doubtful else 6
 
-    def newest(attempt: Attempt) -> bool:
-        return attempt.name == newest_durable.get(attempt.id.run)
-
-    free = sorted((a for a in attempts if a.held and a.name not in pinned), key=lambda attempt: attempt.name)
-    durable = sorted((a for a in free if a.state == Checkpoint.DURABLE), key=newest)
-    # What not all have accepted, as far as is known here, goes before what is a promise.
-    doubtful = sorted(
-        (a for a in free if a.pending and a.doubtful and not outrun(a)), key=lambda attempt: (attempt.confirmed, attempt.name)
-    )
-    for attempt in (*(a for a in free if a.ended), *(a for a in free if outrun(a)), *durable, *doubtful):
-        precious = newest(attempt) or attempt.doubtful or (attempt.state == Checkpoint.FAILED and attempt.intact)
-        for token in sorted(attempt.held):
-            yield token, precious
+    free = [(worth(attempt), attempt) for attempt in attempts if attempt.held and attempt.name not in pinned]
+    # Of what is doubtful, that which not all have accepted, as far as is known here, goes before what is a promise.
+    for level, attempt in sorted(free, key=lambda one: (one[0], one[0] == 5 and one[1].confirmed, one[1].name)):
+        if level < 6:
+            for token in sorted(attempt.held):
+                yield token, level >= 2

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -121,6 +122,7 @@ class Backlog:
         self.paused = False
         self._stops: dict[str, threading.Event] = {}
         self._retries: dict[str, Retry] = {}
+        self._settling: set[asyncio.Task[None]] = set()
         self._ended = False
 
     @property
@@ -192,7 +194,7 @@ class Backlog:
         stop = self._stops[name] = threading.Event()
         self.catalog.pin(name)
         retry = self._retries.setdefault(name, Retry())
-        started = time.monotonic()
+        duty, started = self.duties.get(name, Duty()), time.monotonic()
         loop = asyncio.get_running_loop()
         try:
             paths = {token: self.arena.get(token).path for token in attempt.held}
@@ -201,21 +203,20 @@ class Backlog:
                     retry.soon()
                     return
                 self.proved(name)
-            tried = functools.partial(self.joint.flush, self.duties.get(name, Duty()), retry.noted) if attempt.joint else self._try
+            tried = functools.partial(self.joint.flush, duty, retry.noted) if attempt.joint else self._try
             stored = await loop.run_in_executor(self.threads, tried, attempt, paths, retry.done, stop)
         except Stopped:
             pass
         except Incomplete as exc:
             self._waits(attempt, retry, exc)
         except (errors.Unavailable, errors.NotFound, errors.Corrupt) as exc:
+            retry.denied = 0.0
             if not isinstance(exc, errors.Unavailable):
                 retry.done.clear()  # a file that was put is not there any more, or not whole: put all again
             pause = retry.later()
             log.warning("flush of %s failed, try %d, again in %.1f s: %s", checkpoint, retry.tries, pause, exc)
             self.catalog.delayed(name, f"{retry.tries} {'try' if retry.tries == 1 else 'tries'} failed: {exc}")
         except errors.WrongPhase as exc:
-            if isinstance(exc, WasDeleted) and exc.entry is not None:
-                await loop.run_in_executor(self.threads, self._undo, exc.entry)
             log.warning("flush of %s ended: %s", checkpoint, exc)
             self.apply(self.catalog.aborted(name, str(exc)))
         except errors.CkptdError as exc:
@@ -232,6 +233,36 @@ class Backlog:
                 for notes in (self._retries, self.duties, self.missing):
                     notes.pop(name, None)
             self.apply(self.catalog.unpin(name))
+            if attempt.state == Checkpoint.ABORTED and (duty.commits or attempt.deleted):
+                task = asyncio.create_task(self._settle(attempt))
+                self._settling.add(task)
+                task.add_done_callback(self._settling.discard)
+
+    async def _settle(self, attempt: Attempt) -> None:
+        """It has ended while this node may have committed it: what was deleted goes again, as soon as the store answers."""
+        retry = Retry()
+        while not self._ended:
+            try:
+                await asyncio.get_running_loop().run_in_executor(self.threads, self._undo, attempt)
+            except errors.CkptdError as exc:
+                pause = retry.later()
+                log.warning("%s ended while it was committed; the store is looked at again in %.1f s: %s", attempt.id, pause, exc)
+                await asyncio.sleep(pause)
+            else:
+                return
+
+    def _undo(self, attempt: Attempt) -> None:
+        """In a thread: takes away what a commit has put after the deletion. Raises what the store raises."""
+        try:
+            there = self.ledger.stands(attempt.id, attempt.name, whole=False)
+            entry = self.ledger.find(attempt.id) if there is not None and attempt.deleted else None
+        except WasDeleted as exc:
+            entry = exc.entry
+        except (errors.NotFound, errors.WrongPhase):  # a newer one is there
+            return
+        if entry is not None and entry.attempt == attempt.name:
+            with suppress(errors.WrongPhase):  # by another one, meanwhile
+                self.take_away(entry)
 
     def _waits(self, attempt: Attempt, retry: Retry, found: Incomplete) -> None:
         """The attempt waits for other nodes."""
@@ -266,13 +297,6 @@ class Backlog:
         if attempt.name in self.recovered and (summary := self.ledger.stands(attempt.id, attempt.name)) is not None:
             return summary.stored_bytes
         return self.flusher.flush(attempt.record, paths, done, stop).summary.stored_bytes
-
-    def _undo(self, entry: Entry) -> None:
-        """In a thread: the deletion counts."""
-        try:
-            self.take_away(entry)
-        except errors.CkptdError as exc:
-            log.error("%s was deleted while it was committed, and could not be taken away again (delete it again): %s", entry.id, exc)  # noqa: TRY400
 
     def _durable(self, attempt: Attempt, stored_bytes: int, seconds: float) -> None:
         effects = self.catalog.flushed(attempt.name, stored_bytes)

@@ -12,7 +12,7 @@ from ckptd.errors import ArenaFull, InvalidRequest
 from ckptd.segment import rounded, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
     from pathlib import Path
 
     from ckptd.segment import Segment
@@ -54,6 +54,29 @@ class Budget:
                 f"{shown(nbytes)} can never fit into {shown(self.nbytes)} of memory, {shown(self.kept_back)} of it kept back "
                 "for metadata: raise --memory, or spread the state over more nodes"
             )
+
+    def shortage(self, nbytes: int, kept: Iterable[Segment], beside: Collection[str], ahead: int) -> tuple[str, str]:
+        """Why there is no room for a request now, and what to do about it.
+
+        `kept`: what cannot go for it. `beside`: tokens of what its save needs at the same time. `ahead`: requests that came earlier.
+        """
+        segments = list(kept)
+        together = nbytes + sum(segment.charged for segment in segments if segment.token in beside)
+        if together > nbytes and together > self.nbytes - self.kept_back:
+            why = (
+                f"no room for {shown(nbytes)}: the shards of this save on this node need {shown(together)} or more together, which can "
+                f"never fit into {shown(self.nbytes)} of memory, {shown(self.kept_back)} of it kept back for metadata"
+            )
+            return why, "raise --memory, or spread the state over more nodes"
+        figures = [f"no room for {shown(nbytes)}: {shown(self.nbytes)} budget"]
+        if together > nbytes:
+            figures.append(f"{shown(together - nbytes)} held by other shards of this save")
+        for state, what in (("sealed", "held by checkpoints that are not durable yet"), ("open", "being written"), ("cache", "being read")):
+            if total := sum(one.charged for one in segments if one.state == state and one.token not in beside):
+                figures.append(f"{shown(total)} {what}")
+        if ahead:
+            figures.append(f"{ahead} earlier requests waiting")
+        return ", ".join(figures), "raise --memory, save less often, or wait"
 
     def room(self, used: int, used_for_metadata: int, *, metadata: bool) -> int:
         """What is left for a request of this kind; negative if too much is used."""

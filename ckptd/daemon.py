@@ -34,7 +34,6 @@ from ckptd.config import Settings
 from ckptd.fallback import Fallback
 from ckptd.fetcher import Fetcher
 from ckptd.flusher import Flusher
-from ckptd.ledger import Ledger
 from ckptd.lookup import behind
 from ckptd.node import Node
 from ckptd.peers import MESSAGE_NBYTES, Peers
@@ -42,9 +41,11 @@ from ckptd.peerservice import Introductions, PeerService
 from ckptd.replicas import Replicas
 from ckptd.restore import Restore
 from ckptd.retention import Policy
-from ckptd.service import ErrorInterceptor, Service
+from ckptd.service import Service
+from ckptd.statuses import ErrorInterceptor
 from ckptd.store import Store
 from ckptd.stores import is_node_local, open_store
+from ckptd.survey import InformedLedger
 from ckptd.sweeper import Sweeper
 from ckptd.upkeep import Upkeep
 from ckptd.v1 import daemon_pb2 as pb
@@ -110,13 +111,12 @@ def put_together(settings: Settings, store: Store) -> Rooms:
     flush_threads = ThreadPoolExecutor(1, "backlog")
     verify_threads = ThreadPoolExecutor(1, "verify", initializer=be_nice)
     fallback_threads = ThreadPoolExecutor(2, "fallback")
-    codec = parse(settings.codec)
-    ledger = Ledger(store)
+    ledger = InformedLedger(store)
     peers = Peers(settings.advertise, configured=settings.peers, credentials=tls.channel_credentials(settings))
     node = Node(
         shm_dir=settings.shm_dir,
         memory=settings.memory,
-        codec=codec.name,
+        codec=parse(settings.codec).name,
         address=settings.advertise,
         open_timeout_seconds=settings.open_timeout_seconds,
         ledger=ledger,
@@ -154,7 +154,7 @@ def put_together(settings: Settings, store: Store) -> Rooms:
     commits.accepted = watch.taken_over = accepted
     replicas.arrived = watch.look_at
     watch.confirmed = node.backlog.proved = commits.confirm
-    upkeep.abandon = commits.give_up
+    upkeep.deletion.abandon = commits.give_up
     service = Service(
         node,
         commits,
@@ -177,6 +177,7 @@ async def run(settings: Settings) -> int:
         loop.add_signal_handler(number, ended.set)
     credentials = tls.server_credentials(settings)
     store = open_store(settings.store, settings.store_options)
+    rooms = put_together(settings, store)  # first: who is refused for the shm-dir or the memory has made no directory for a store
     await probe(loop, store.probe, ended)
     if settings.advertise and is_node_local(store.url) and not settings.shared_store:
         log.warning(
@@ -184,7 +185,6 @@ async def run(settings: Settings) -> int:
             "--shared-store if all nodes see that directory",
             store.url,
         )
-    rooms = put_together(settings, store)
     node = rooms.node
     node.recover()
     calls = ErrorInterceptor()
@@ -344,7 +344,7 @@ def describe(settings: Settings, node: Node, restore: Restore, peers: Peers, sto
         draining=node.drained or node.draining,
         address=node.address,
         peers=[
-            pb.PeerStatus(address=address, gone_seconds=peers.gone_seconds(address), never_answered=peers.never_answered(address))
+            pb.PeerStatus(address=address, gone_seconds=peers.missed_seconds(address), never_answered=peers.never_answered(address))
             for address in peers.known
         ],
     )

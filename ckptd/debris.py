@@ -18,7 +18,7 @@ from typing import Final
 
 from ckptd.model import OWN_DIRECTORY, CheckpointId
 from ckptd.store import Object, is_temporary
-from ckptd.tombstone import COMMIT_SECONDS, DELETION_SECONDS, REFUSAL_SECONDS, is_refusal, is_tombstone
+from ckptd.tombstone import COMMIT_SECONDS, DELETION_SECONDS, REFUSAL_SECONDS, is_tombstone, refused
 from ckptd.v1.manifest_pb2 import Tombstone
 
 #: A deletion that has not taken its `.metadata` away by then never will: its tombstone means nothing.
@@ -133,14 +133,15 @@ def plan(directory: Directory, *, grace_seconds: float, orphan_age_seconds: floa
         since = directory.objects[name].modified or listed.deleted_us / 1e6
         if _is_void(directory, name):
             ended += [name] if is_old(since, VOID_SECONDS, now) else []
-        elif is_refusal(listed.save_id):
-            ended += [name] if is_old(since, REFUSAL_SECONDS, now) else []
         elif not is_old(since, grace_seconds, now):
             later.update(listed.files)
         elif referred is not None:
             go.update(_deletable(directory, name, referred))
             if not is_tombstone(_file(name)) or name in directory.settled or is_old(since, DELETION_SECONDS, now):
                 ended.append(name)  # not before: a second deletion of the same `.metadata` may be under way, and commits look for it
+    for name, found in sorted(directory.objects.items()):
+        if attempt := refused(_file(name)):  # where the store tells no times, since the attempt was accepted
+            ended += [name] if is_old(found.modified or int(attempt[:16], 16) / 1e6, REFUSAL_SECONDS, now) else []
     kept = directory.live.files or frozenset() if directory.live else frozenset()
     later = {name for name in later if name in directory.objects} - kept - go
     return Plan(condemn, sorted(go), ended, sorted(later))

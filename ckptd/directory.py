@@ -35,7 +35,7 @@ def look(store: Store, ledger: Ledger, id: CheckpointId) -> Directory | None:
         if any(found.linked for found in there.values()):
             log.debug("%s lies behind a symbolic link: it is swept under its other name", id)
             return None
-        if not any(debris.is_own(name) or is_temporary(name) or _is_list(name) for name in there):
+        if not any(debris.is_own(name) or is_temporary(name) or _is_note(name) for name in there):
             return None
         entry = entry_of(store, id, {found.key: found for found in there.values()})
         try:
@@ -151,7 +151,7 @@ def _live(store: Store, entry: Entry, manifests: Mapping[str, frozenset[str] | N
 
 def _is_clean(ledger: Ledger, entry: Entry, there: Mapping[str, Object]) -> bool:
     """Whether there is nothing but the checkpoint: so many bytes as its manifest's head says, and no second manifest."""
-    if entry.save_id is None or entry.damaged or any(is_temporary(name) or _is_list(name) for name in there):
+    if entry.save_id is None or entry.damaged or any(is_temporary(name) or _is_note(name) for name in there):
         return False
     data = [name for name in there if debris.is_data(name)]
     if [name for name in there if debris.is_own(name) and name not in data] != [f"{OWN_DIRECTORY}/{entry.save_id}"]:
@@ -172,6 +172,11 @@ def _is_ours(name: str) -> bool:
 def _is_list(name: str) -> bool:
     directory, _, file = name.partition("/")
     return directory == OWN_DIRECTORY and tombstone.is_list(file)
+
+
+def _is_note(name: str) -> bool:
+    """Whether it is a list or a refusal: it goes some time, whatever is beside it."""
+    return _is_list(name) or tombstone.refused(name.removeprefix(f"{OWN_DIRECTORY}/")) != ""
 
 
 def _exact(store: Store, key: str) -> Object | None:

@@ -29,14 +29,21 @@ _LEAST_COPY_NBYTES: Final = 1024 * 1024
 _PACKAGES: Final = ("grpcio", "protobuf", "fsspec", "s3fs", "gcsfs", "zstandard", "xxhash", "torch")
 
 
-def examine(settings: Settings) -> Iterator[Finding]:
-    """Everything, one by one; `settings` as ``ckptd serve`` would have them (`store` may be empty: then none is looked at)."""
+def examine(settings: Settings, *, daemons_store: str = "") -> Iterator[Finding]:
+    """Everything, one by one; `settings` as ``ckptd serve`` would have them (`store` may be empty: then none is looked at).
+
+    `daemons_store`: of the daemon that runs. What it was given to reach it, options and credentials, is not known here.
+    """
     yield findings.versions(_installed())
     yield from _memory(settings)
     yield findings.open_files(_limit(resource.RLIMIT_NOFILE))
     yield _processors(settings.codec)
     if settings.store:
         yield from _store(settings)
+    elif daemons_store:
+        yield Finding(
+            "store", "warn", f"the daemon's, {daemons_store}, was not looked at", f"give --store {daemons_store}, as for `ckptd serve`"
+        )
     else:
         yield Finding("store", "warn", "none was given, so none was looked at", "give --store URL, as for `ckptd serve`")
 

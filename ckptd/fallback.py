@@ -4,7 +4,7 @@ What is meant is read back before it is answered, so such a load reads the store
 Promises: nobody is given an older checkpoint but because every newer one was found damaged, and
 hears which and why; a store that is away is an error, never damage; all who ask at the same time
 share one reading, and what was found whole is not read again while its `.metadata` is the same.
-Damage is never remembered: storage may be repaired. Lives on the loop.
+Damage is never remembered for loads: storage may be repaired. Retention is told of it. Lives on the loop.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import Final, TypeAlias
 
 from ckptd import errors
 from ckptd.attempt import checkpoint_of
-from ckptd.ledger import Ledger, newest_first
+from ckptd.ledger import newest_first
 from ckptd.model import LATEST, CheckpointId
 from ckptd.node import Node
 from ckptd.restore import Restore
 from ckptd.scan import Entry
 from ckptd.store import Object, Store
+from ckptd.survey import InformedLedger
 from ckptd.v1.daemon_pb2 import Checkpoint
 from ckptd.verify import ADVICE, is_whole
 
@@ -50,7 +51,7 @@ class _Check:
 class Fallback:
     """Answers what `Restore.resolve` answers, with what is whole."""
 
-    def __init__(self, node: Node, restore: Restore, ledger: Ledger, store: Store, threads: Executor) -> None:
+    def __init__(self, node: Node, restore: Restore, ledger: InformedLedger, store: Store, threads: Executor) -> None:
         self.node = node
         self.restore = restore
         self.ledger = ledger
@@ -168,7 +169,9 @@ class Fallback:
             self._forget(key, check)
         if damage:
             log.error("checkpoint %s is damaged: %s", entry.id, "; ".join(damage))
+            self.ledger.known.found(entry, damage[0])
         else:
+            self.ledger.known.whole(entry)
             self._whole[key] = None
             while len(self._whole) > REMEMBERED:
                 del self._whole[next(iter(self._whole))]

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from ckptd import codec, manifest, metadata, tombstone
 from ckptd.errors import Corrupt, InvalidRequest, NotFound, Unavailable, WrongPhase
 from ckptd.model import OWN_DIRECTORY, CheckpointId, data_key, manifest_key, metadata_key, mint_token, pin_key
-from ckptd.scan import Entry, Scan, entry_of, marks_of, parallel, save_id, scan, step_of, tombstones
+from ckptd.scan import Entry, Scan, entry_of, marks_of, parallel, refusals, save_id, scan, step_of, tombstones
 from ckptd.store import ABSENT, Changed, Object, Store
-from ckptd.tombstone import COMMIT_SECONDS, DELETION_SECONDS, is_refusal
+from ckptd.tombstone import COMMIT_SECONDS, DELETION_SECONDS
 from ckptd.v1.manifest_pb2 import Manifest, Summary
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Ledger:
         """`summary` of many, in their order and some at a time; damage of one does not hide the others."""
         return parallel(self._summary_or_damage, entries)
 
-    def stock_damage(self, entry: Entry) -> str:
+    def known_damage(self, entry: Entry) -> str:
         """Why the `.metadata` of a checkpoint that stock DCP wrote cannot be read; "" if it can. Ours tell it by their tail."""
         if entry.save_id is not None:
             return ""
@@ -233,7 +233,7 @@ class Ledger:
             return None, now.metadata.version
         # One that was put after this `.metadata` has seen it. By this machine's clock where the store tells no times.
         put = now.modified or time.time()
-        threats = [since for key, since, of in deletions if key not in self.ended_deletions and not is_refusal(of) and of[:24] != attempt]
+        threats = [since for key, since, of in deletions if key not in self.ended_deletions and of[:24] != attempt]
         threatened = any(-1.0 <= put - since < DELETION_SECONDS for since in threats)
         return None if now.damaged or threatened else now, now.metadata.version
 
@@ -245,15 +245,15 @@ class Ledger:
             raise InvalidRequest(f"{id} is durable already: save under another id, or with overwrite=True")
         if now is not None and now.attempt is not None and now.attempt > attempt:
             raise WrongPhase(f"{id}: attempt {attempt} is superseded by attempt {now.attempt}, which is durable")
-        deletions = list(self._deletions(tombstones(id, marks)))
         there = now if now is not None and now.attempt == attempt else None
-        # A deletion of exactly what is there is under way, or was given up.
-        if any(of[:24] == attempt and (there is None or of != there.save_id) for _, _, of in deletions):
+        deletions = list(self._deletions(tombstones(id, marks))) if now is None or there else []
+        gone = any(of[:24] == attempt and (there is None or of != there.save_id) for _, _, of in deletions)
+        if gone or attempt in refusals(id, marks):  # but a deletion of exactly what is there is under way, or was given up
             raise WasDeleted(id, attempt, there)
         return now, deletions
 
     def _deletions(self, listed: Sequence[Object]) -> Iterator[tuple[str, float, str]]:
-        """The key of each tombstone, when its deletion began, and what it means: a save id, an attempt, or "" for a stock one."""
+        """The key of each tombstone, when its deletion began, and the save id that it means, "" for a stock one."""
         for one in listed:
             with contextlib.suppress(NotFound, Corrupt):  # swept meanwhile; a damaged one deletes nothing
                 found = tombstone.decode(self._store.get(one.key))

@@ -41,6 +41,8 @@ class Waiter:
     granted: asyncio.Future[tuple[Segment, bool]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     #: Tokens of what is not evicted for it, although it would be for others.
     sparing: Tokens = tuple
+    #: Tokens of what the save that it is for holds already, and needs beside it.
+    beside: Tokens = tuple
 
     def fits(self, segment: Segment) -> bool:
         """Whether a segment may serve: of its kind, large enough, and not a waste."""
@@ -82,10 +84,10 @@ class Line:
             waiter.granted.set_result(outcome)
         return True
 
-    async def wait(self, waiter: Waiter, deadline: float | None, shortage: Callable[[Waiter], str]) -> None:
+    async def wait(self, waiter: Waiter, deadline: float | None, shortage: Callable[[Waiter], tuple[str, str]]) -> None:
         """Returns once the wait is settled; it is by then, as ArenaFull, at `deadline` (loop time; None: never).
 
-        `shortage` says what there is no room for, and why. Cancelled, the waiter has left the line
+        `shortage` says what there is no room for and why, and what to do. Cancelled, the waiter has left the line
         or has been granted something.
         """
         loop = asyncio.get_running_loop()
@@ -98,13 +100,13 @@ class Line:
                     return
                 if deadline is not None and loop.time() >= deadline:
                     break
-                _log.warning("%s; waiting", shortage(waiter))
+                _log.warning("%s; waiting", shortage(waiter)[0])
         except asyncio.CancelledError:
             if not waiter.granted.done():
                 self._waiters.remove(waiter)
             raise
-        waited = f"(waited {loop.time() - began:.3g} s)"
-        self.settle(waiter, ArenaFull(f"{shortage(waiter)} {waited}; raise --memory, save less often, or wait"))
+        why, advice = shortage(waiter)
+        self.settle(waiter, ArenaFull(f"{why} (waited {loop.time() - began:.3g} s); {advice}"))
 
 
 def cache_lost(token: str) -> LeaseLost:

@@ -23,10 +23,10 @@ from ckptd.awake import Awake
 from ckptd.backlog import Backlog
 from ckptd.catalog import Catalog
 from ckptd.flusher import Flusher
+from ckptd.learning import Learning
 from ckptd.ledger import Ledger
 from ckptd.model import CheckpointId, mint_token
 from ckptd.recovery import left_behind
-from ckptd.scan import Entry
 from ckptd.segment import Segment, is_mapped
 from ckptd.shmdir import node_name
 from ckptd.table import parse_table, read_range
@@ -36,8 +36,6 @@ from ckptd.v1.manifest_pb2 import Receipt, Record
 log = logging.getLogger(__name__)
 #: A segment that nobody maps so long after it was given out has no writer any more.
 MAPPED_SECONDS = 10.0
-#: How long a first save of a run waits to learn the newest attempt that the store has.
-LEARN_SECONDS = 1.5
 
 
 class Node:
@@ -64,6 +62,8 @@ class Node:
         self.catalog = Catalog(self.name, open_timeout_seconds=open_timeout_seconds, codec=codec)
         self.backlog = Backlog(self.catalog, self.arena, ledger, flusher, flush_threads, self.apply)
         self.ledger = ledger
+        #: What saves have to know of the store: a clock that went back must not make them look old.
+        self.learning = Learning(ledger, threads, self.catalog.learn)
         self.threads = threads
         self.memory_threads = memory_threads
         #: The daemon ends: no new saves, no commits.
@@ -76,8 +76,6 @@ class Node:
         self.give_up_unread: Callable[[], None] = lambda: None
         self.awake = Awake()
         self._changed = asyncio.Event()
-        self._waited_for: set[str] = set()
-        self._learning: dict[str, asyncio.Task[None]] = {}
 
     # -- start ------------------------------------------------------------------------------
 
@@ -116,13 +114,15 @@ class Node:
             raise errors.Unavailable("the daemon was drained and takes no new saves: `ckptd drain --cancel` lets it take them again")
         if not self.catalog.leases[owner]:
             raise errors.LeaseLost("this process holds no lease (the daemon was restarted?): save again")
-        self._learn(checkpoint.run)
+        self.learning.begin(checkpoint.run)
         if not metadata:
             self.apply(self.catalog.restarted(checkpoint, rank, owner))
         self.catalog.waits(checkpoint, 1)
         asyncio.get_running_loop().call_soon(self._make_way)
         try:
-            segment = await self.arena.allocate(nbytes, owner, metadata=metadata, deadline=deadline)
+            segment = await self.arena.allocate(
+                nbytes, owner, metadata=metadata, deadline=deadline, beside=lambda: self._beside(checkpoint, None if metadata else rank)
+            )
         finally:
             self.catalog.waits(checkpoint, -1)
         if not self.catalog.leases[owner]:
@@ -165,9 +165,7 @@ class Node:
     async def learned(self, run: str) -> str:
         """The newest attempt of the run that is known here, once the store had a moment to say its own; "" if none."""
         self.refuse_if_draining()
-        if run not in self._waited_for:  # once: a store that hangs must not slow down every save
-            self._waited_for.add(run)
-            await self._learn(run)
+        await self.learning.known(run)
         return self.catalog.newest.get(run, "")
 
     def accept(self, record: Record, *, confirmed: bool = True) -> Attempt:
@@ -269,28 +267,6 @@ class Node:
         if self.draining:
             raise errors.Unavailable("the daemon is shutting down and takes no new saves: retry when it is back")
 
-    def _learn(self, run: str) -> asyncio.Task[None]:
-        """Learns the run's newest attempt from the store, once: a clock that went back must not make saves look old."""
-        if run not in self._learning:
-            self._learning[run] = asyncio.get_running_loop().create_task(self._ask_newest(run))
-        return self._learning[run]
-
-    async def _ask_newest(self, run: str) -> None:
-        asked = asyncio.get_running_loop().run_in_executor(self.threads, self.ledger.latest, run)
-        asked.add_done_callback(lambda answer: self._learned(run, answer))
-        await asyncio.wait([asked], timeout=LEARN_SECONDS)
-
-    def _learned(self, run: str, answer: asyncio.Future[Entry]) -> None:
-        if answer.cancelled():
-            return
-        error = answer.exception()
-        if error is None:
-            if (newest := answer.result().attempt) is not None:
-                self.catalog.learn(run, newest)
-        elif not isinstance(error, errors.NotFound):
-            log.warning("the newest checkpoint of run %r in the store is not known: %s", run, error)
-            self._learning.pop(run, None)  # the next save asks again
-
     def apply(self, effects: Iterable[Effect]) -> None:
         """Carries out what the catalogue says must follow, and tells all who wait."""
         for effect in effects:
@@ -303,6 +279,11 @@ class Node:
                     self.backlog.stop(attempt)
         self.arena.poke()
         self._notify()
+
+    def _beside(self, checkpoint: CheckpointId, rank: int | None) -> set[str]:
+        """What other ranks, who live, hold of the same save."""
+        others = [one for one in self.catalog.unbound(checkpoint) if not one.metadata and rank not in (None, one.rank)]
+        return {one.token for one in others if self.catalog.leases[one.owner] > 0}
 
     def _make_way(self) -> None:
         """If somebody waits for memory by now."""
@@ -321,5 +302,10 @@ class Node:
     def _evicted(self, token: str) -> None:
         for _, evicted in self.caches:
             evicted(token)
+        attempt = self.catalog.holder(token)
+        promised = attempt is not None and attempt.state != Checkpoint.DURABLE and attempt.record.durable and attempt.intact
+        effects = self.catalog.evicted(token)
+        if promised and attempt is not None and not attempt.intact:
+            log.warning("%s was accepted, is not durable and has lost its memory: %s", attempt.id, attempt.reason)
         # Later, because the arena is in the middle of making room.
-        asyncio.get_running_loop().call_soon(self.apply, self.catalog.evicted(token))
+        asyncio.get_running_loop().call_soon(self.apply, effects)

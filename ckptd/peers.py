@@ -12,7 +12,8 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from operator import methodcaller
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 import grpc
 
@@ -40,7 +41,7 @@ AGAIN_SECONDS: Final = 1.0
 LONGEST_AGAIN_SECONDS: Final = 15.0
 #: Known by nobody's configuration and gone for so long: forgotten.
 FORGET_SECONDS: Final = 600.0
-#: Names of peers are looked up so often, and those that have never answered are tried.
+#: Names of peers are looked up so often, and all peers are asked whether they are there.
 LOOK_UP_SECONDS: Final = 15.0
 #: One of the operator's list that has not answered for so long, and never before, is worth a warning.
 UNANSWERED_SECONDS: Final = 30.0
@@ -66,7 +67,10 @@ _OPTIONS: Final = (
     ("grpc.keepalive_timeout_ms", 5_000),
 )
 
+_WATCH: Final = methodcaller("Watch", WatchRequest())
+
 Reply = TypeVar("Reply")
+Make: TypeAlias = Callable[[Any], Awaitable[Reply]]
 
 
 class _Gone(NamedTuple):
@@ -92,8 +96,9 @@ class Peers:
         self._known: dict[str, None] = dict.fromkeys(self.configured)
         self._closing: set[asyncio.Future[None]] = set()
         self._closed = False
-        self._met: set[str] = set()
         self._gone: dict[str, _Gone] = {}
+        #: When each was heard of last, and since when it has not answered, whoever asked; both monotonic.
+        self._heard, self._missed = dict[str, float](), dict[str, float]()
         #: Addresses that lead to this daemon, beside `own`.
         self._selves: set[str] = set()
         self._word = mint_token()
@@ -111,16 +116,12 @@ class Peers:
     def called(self, address: str) -> None:
         """The daemon at this address has called, or somebody has just spoken to it: it is there."""
         self.learn([address])
-        self._met.add(address)
-        if self._gone.pop(address, None) is not None and (stale := self._channels.pop(address, None)) is not None:
-            # That one may wait a second before it connects again, and refuses calls until then.
-            closing = asyncio.ensure_future(stale.close(_CLOSING_SECONDS))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+        if self._there(address):  # its channel may wait a second before it connects again, and refuses calls until then
+            self._renew(address)
 
     def met(self, address: str) -> bool:
         """Whether there ever was a daemon at this address, as far as is known."""
-        return address in self._met or address not in self.configured
+        return address in self._heard or address not in self.configured
 
     def learn(self, addresses: Iterable[str]) -> None:
         """There are daemons at these addresses; "" and the own one are fine."""
@@ -140,6 +141,11 @@ class Peers:
         """For how long it has not been reached, though tried; 0 if it answered last time."""
         return time.monotonic() - self._gone[address].since if address in self._gone else 0.0
 
+    def missed_seconds(self, address: str) -> float:
+        """For how long nothing was heard of one that does not answer; 0 if it answered last time. For people: nobody decides by it."""
+        since = self._missed.get(address)
+        return 0.0 if since is None else time.monotonic() - self._heard.get(address, since)
+
     def never_answered(self, address: str) -> bool:
         """Whether it is of the operator's list, was tried, and has never been there."""
         return address in self._gone and not self.met(address)
@@ -151,17 +157,15 @@ class Peers:
     def reachable(self) -> list[str]:
         """Those that are worth a call: not the ones that failed a moment ago, the later again the longer they have been gone."""
         now = time.monotonic()
-        for address, gone in list(self._gone.items()):
-            if now - gone.since > FORGET_SECONDS and address not in self.configured:
-                self._known.pop(address, None)
         return [address for address in self._known if address not in self._gone or self._is_due(self._gone[address], now)]
 
     async def look_up_forever(self) -> None:
-        """Finds out from time to time which addresses lie behind the names that the operator gave, and warns of those that never answer."""
+        """Finds out from time to time who is there, what lies behind the operator's names, and warns of those that never answer."""
         names = [address for address in self.configured if not is_numeric(address)]
         asked = self.known
         while True:
-            await self.ask(asked, "know of this node", lambda stub: stub.Watch(WatchRequest()))
+            others = [address for address in self.known if address not in asked]
+            await asyncio.gather(self.ask(asked, "know of this node", _WATCH), self.ask(others, "say that it is there", _WATCH, idle=True))
             self._warn()
             for address in names:
                 try:
@@ -175,6 +179,8 @@ class Peers:
                     self._led.update({one: host_of(address) for one in found if one not in self._known})
                     self.learn(found)
             await asyncio.sleep(LOOK_UP_SECONDS)
+            now = time.monotonic()
+            self._known = {one: None for one in self._known if one in self.configured or now - self._missed.get(one, now) <= FORGET_SECONDS}
             asked = [address for address in self.known if not self.met(address)]
 
     # -- calls ------------------------------------------------------------------------------
@@ -183,37 +189,38 @@ class Peers:
         self,
         address: str,
         doing: str,
-        make: Callable[[Any], Awaitable[Reply]],
+        make: Make[Reply],
         seconds: float = ANSWER_SECONDS,
         *,
-        patience_seconds: float = 0.0,
+        patience_seconds: float = 0,
+        idle: bool = False,
     ) -> Reply:
         """One call: ``make`` gets the peer's stub. Raises what the peer raised, or Unavailable; both name it.
 
         `patience_seconds`: so long it is tried again to reach a peer that may just be starting; then calling twice must be harmless.
+        `idle`: nobody needs it. Who does finds out by himself whether the peer is gone, and its time counts from then.
         """
         until = time.monotonic() + patience_seconds
         while True:
             try:
-                reply = await asyncio.wait_for(make(self._stub(address)), seconds)
+                reply = await asyncio.wait_for(make(self._stub(address, idle=idle)), seconds)
             except (grpc.aio.AioRpcError, TimeoutError, asyncio.CancelledError) as exc:
-                failure = self._failed(address, doing, exc)
+                failure = self._failed(address, doing, exc, idle=idle)
                 if not (isinstance(failure, errors.Unavailable) and address in self._gone) or time.monotonic() >= until:
                     raise failure from exc
             else:
-                self._gone.pop(address, None)
-                self._met.add(address)
+                self._there(address)
                 return reply
             await asyncio.sleep(_TRY_SECONDS)
 
     async def ask(
-        self, addresses: Iterable[str], doing: str, make: Callable[[Any], Awaitable[Reply]], seconds: float = ANSWER_SECONDS
+        self, addresses: Iterable[str], doing: str, make: Make[Reply], seconds: float = ANSWER_SECONDS, *, idle: bool = False
     ) -> dict[str, Reply]:
         """The same call to many at the same time; who does not answer well is left out, with a line in the log."""
 
         async def one(address: str) -> tuple[str, Reply | None]:
             try:
-                return address, await self.call(address, doing, make, seconds)
+                return address, await self.call(address, doing, make, seconds, idle=idle)
             except errors.CkptdError as exc:
                 log.debug("%s", exc)
                 return address, None
@@ -224,8 +231,7 @@ class Peers:
     async def introduce(self, addresses: Iterable[str]) -> None:
         """Tells each of these daemons of the others, as far as they can be reached."""
         others = sorted({address for address in addresses if address})
-        introduction = (INTRODUCES_KEY, ",".join(others))
-        await self.ask(others, "learn of other daemons", lambda stub: stub.Watch(WatchRequest(), introduction))
+        await self.ask(others, "learn of other daemons", lambda stub: stub.Watch(WatchRequest(), (INTRODUCES_KEY, ",".join(others))))
 
     async def stream(self, address: str, doing: str, make: Callable[[Any], Any], stall_seconds: float) -> AsyncIterator[Any]:
         """The replies of a streaming call; a pause of more than `stall_seconds` between two ends it with Unavailable.
@@ -237,7 +243,7 @@ class Peers:
             call = make(self._stub(address))
             try:
                 while (reply := await asyncio.wait_for(call.read(), stall_seconds)) is not _EOF:
-                    self._gone.pop(address, None)
+                    self._there(address)
                     begun = True
                     yield reply
                 return
@@ -265,7 +271,20 @@ class Peers:
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _stub(self, address: str) -> Any:
+    def _there(self, address: str) -> bool:
+        """It was heard of; whether it was gone."""
+        self._heard[address] = time.monotonic()
+        self._missed.pop(address, None)
+        return self._gone.pop(address, None) is not None
+
+    def _renew(self, address: str) -> None:
+        """The next call connects anew; those that are under way may end."""
+        if (stale := self._channels.pop(address, None)) is not None:
+            closing = asyncio.ensure_future(stale.close(_CLOSING_SECONDS))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    def _stub(self, address: str, *, idle: bool = False) -> Any:
         if self._closed:
             raise errors.Unavailable(f"this ckptd daemon ends, and does not call the one at {address} any more")
         if address not in self._channels:
@@ -274,22 +293,20 @@ class Peers:
             else:
                 named = [("grpc.ssl_target_name_override", self._led[address])] if address in self._led else []
                 self._channels[address] = grpc.aio.secure_channel(address, self._credentials, options=[*_OPTIONS, *named])
-        return _Calling(cast("Any", PeerStub)(self._channels[address]), self.own, f"{self._word} {address}")
+        return _Calling(cast("Any", PeerStub)(self._channels[address]), "" if idle else self.own, f"{self._word} {address}")
 
     def _warn(self) -> None:
         """Names once each of the operator's peers that have never answered: a list that is wrong shows in nothing else."""
-        for address in self.configured:
-            if address in self._known and self.never_answered(address) and self.gone_seconds(address) >= UNANSWERED_SECONDS:
-                if address not in self._warned:
-                    log.warning(
-                        "--peer %s has never answered: it %s; check the address, that the daemon there has it among its --listen "
-                        "and the way to that port is open, and that either all nodes have --tls-cert, --tls-key and --tls-ca or none has",
-                        address,
-                        self._gone[address].how,
-                    )
+        for address in [one for one in self.configured if one in self._known and one not in self._warned]:
+            if self.never_answered(address) and self.gone_seconds(address) >= UNANSWERED_SECONDS:
                 self._warned.add(address)
+                log.warning(
+                    "--peer %s has never answered: it %s; check the address, that the daemon there has it among its --listen "
+                    "and the way to that port is open, and that either all nodes have --tls-cert, --tls-key and --tls-ca or none has",
+                    *(address, self._gone[address].how),
+                )
 
-    def _failed(self, address: str, doing: str, exc: BaseException) -> errors.CkptdError:
+    def _failed(self, address: str, doing: str, exc: BaseException, *, idle: bool = False) -> errors.CkptdError:
         """What a call's end means. Raises it as it is if it was this task that was cancelled."""
         why = ""
         if isinstance(exc, asyncio.CancelledError):
@@ -301,7 +318,7 @@ class Peers:
         if isinstance(exc, grpc.aio.AioRpcError):
             for key, value in cast("Any", exc.trailing_metadata() or ()):
                 if key == KIND_KEY:  # it answered
-                    self._gone.pop(address, None)
+                    self._there(address)
                     kind = errors.TABLE.get(value.decode() if isinstance(value, bytes) else value, errors.CkptdError)
                     return kind(f"the ckptd daemon at {address}: {exc.details()}")
             details = exc.details() or exc.code().name
@@ -310,8 +327,11 @@ class Peers:
         else:
             how = "does not answer"
         now = time.monotonic()
-        since = self._gone[address].since if address in self._gone else now
-        self._gone[address] = _Gone(since, now, how, why)
+        self._missed.setdefault(address, now)
+        if idle and isinstance(exc, grpc.aio.AioRpcError):
+            self._renew(address)  # as if nobody had called
+        elif not idle:
+            self._gone[address] = _Gone(self._gone[address].since if address in self._gone else now, now, how, why)
         return errors.Unavailable(f"the ckptd daemon at {address} {how}: it was asked to {doing}")
 
 

@@ -35,6 +35,8 @@ from ckptd.whereabouts import Whereabouts
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+#: What does not come back if the store does not have it: what was durable there was deleted since.
+GONE = (Checkpoint.ABORTED, Checkpoint.DURABLE)
 #: How long a store that hangs may keep a reader from what memory holds whole.
 PATIENCE_SECONDS = 3.0
 #: Summaries kept: they never change, an attempt's name is theirs for good.
@@ -106,7 +108,7 @@ class Restore:
         if entry is None:
             within = "" if isinstance(target, CheckpointId) or not target else f" in run {target!r}"
             what = f"no checkpoint {target}" if isinstance(target, CheckpointId) else f"no checkpoint{within}"
-            parts = [one for _, one in sorted(seen.items()) if _shared(one) and one.missing and one.state != Checkpoint.ABORTED]
+            parts = [one for _, one in sorted(seen.items()) if _shared(one) and one.missing and one.state not in GONE]
             silent = self.whereabouts.silent()
             why = f" ({parts[-1].summary.id}: {parts[-1].line().reason}{self._distrust(parts[-1])})" if parts else ""
             if silent and not why:

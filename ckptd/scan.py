@@ -22,7 +22,7 @@ from ckptd import metadata
 from ckptd.errors import Corrupt, InvalidRequest, NotFound, Unavailable
 from ckptd.model import METADATA_NAME, OWN_DIRECTORY, CheckpointId, manifest_key, metadata_key, pin_key
 from ckptd.store import Object, Store
-from ckptd.tombstone import is_tombstone
+from ckptd.tombstone import is_tombstone, refused
 
 #: `save_id` of a checkpoint is the name of its manifest: `<attempt>-<token>.manifest`.
 _SAVE_ID: Final = re.compile(r"([0-9a-f]{24})-[0-9a-f]{16}\.manifest")
@@ -141,6 +141,11 @@ def tombstones(id: CheckpointId, marks: Marks) -> list[Object]:
     return [marks[f"{id}/{OWN_DIRECTORY}/{name}"] for name in _own(id, marks) if is_tombstone(name)]
 
 
+def refusals(id: CheckpointId, marks: Marks) -> set[str]:
+    """The attempts that are refused, among the marks."""
+    return {attempt for name in _own(id, marks) if (attempt := refused(name))}
+
+
 def save_id(tail: bytes) -> str | None:
     """The name of our manifest at the end of a `.metadata`; None if another wrote it."""
     found = metadata.save_id(tail[-metadata.TAIL_NBYTES :])
@@ -159,7 +164,7 @@ def _looked(store: Store, id: CheckpointId) -> Entry | str | None:
     """The checkpoint; or how far it got, in words; or None if there is nothing of ours."""
     marks = marks_of(store, id)
     entry = entry_of(store, id, marks)
-    if entry is not None or tombstones(id, marks):
+    if entry is not None or tombstones(id, marks) or refusals(id, marks):
         return entry
     if manifests(id, marks):
         return "the files are there, .metadata is not: the commit did not finish"

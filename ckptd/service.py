@@ -1,15 +1,13 @@
-"""gRPC in and out: translates calls into the node's and the restore's, and errors into statuses.
+"""gRPC in and out: translates calls into the node's and the restore's.
 
-Decides nothing. One interceptor turns every error into its status, with the kind's name in
-the trailing metadata, so that the client can raise the same class again.
+Decides nothing. What goes wrong is raised: `statuses` makes of it what callers get.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -21,6 +19,7 @@ from ckptd.fallback import Fallback
 from ckptd.index import Piece
 from ckptd.model import CheckpointId, parse_run, parse_target
 from ckptd.node import Node
+from ckptd.reading import Source
 from ckptd.restore import Restore
 from ckptd.retention import Policy
 from ckptd.segment import Segment
@@ -29,15 +28,11 @@ from ckptd.v1 import daemon_pb2 as pb
 from ckptd.v1.daemon_pb2_grpc import DaemonServicer
 from ckptd.v1.manifest_pb2 import Receipt
 from ckptd.verifier import Verifier
-from ckptd.waits import until_durable
+from ckptd.waits import before_save, until_durable
 
 log = logging.getLogger(__name__)
-#: Trailing metadata key that carries the kind of an error.
-KIND_KEY = "ckptd-kind"
 #: An Allocate is answered this long before the caller's deadline, so that it learns why.
 ANSWER_BEFORE_SECONDS = 0.5
-#: Headers have bounds of their own; a longer message would replace itself by a protocol error.
-LONGEST_MESSAGE = 4_000
 #: Verdicts of a prune per reply: far below gRPC's 4 MiB.
 VERDICTS_PER_REPLY = 5_000
 #: A want waits this long for memory.
@@ -131,10 +126,13 @@ class Service(DaemonServicer):
 
     async def Resolve(self, request: pb.ResolveRequest, context: Context) -> pb.Checkpoint:
         target = parse_target(request.id)
+        if request.saving and isinstance(target, CheckpointId):
+            return await before_save(self.restore, target)
         return await (self.fallback.resolve(target) if request.fallback else self.restore.resolve(target))
 
     async def Load(self, requests: AsyncIterator[pb.LoadRequest], context: Context) -> AsyncIterator[pb.LoadReply]:
-        source = None
+        source: Source | None = None
+        meant: tuple[CheckpointId, str] | None = None
         try:
             async for request in requests:
                 step = request.WhichOneof("step")
@@ -145,10 +143,11 @@ class Service(DaemonServicer):
                         await self.restore.introduce(request.open.peers)
                         yield pb.LoadReply(opened=pb.LoadReply.Opened())
                         continue
-                    source = await self.restore.open(CheckpointId.parse(request.open.id), request.open.attempt, request.open.peers)
-                    opened = pb.LoadReply.Opened(
-                        metadata=piece(source.index.metadata), tables=map(piece, source.index.tables), checkpoint=source.checkpoint
-                    )
+                    meant = CheckpointId.parse(request.open.id), request.open.attempt
+                    source = await self.restore.open(*meant, request.open.peers)
+                    index = source.index
+                    opened = pb.LoadReply.Opened(metadata=piece(index.metadata), checkpoint=source.checkpoint)
+                    opened.tables.extend(map(piece, index.tables))
                     yield pb.LoadReply(opened=opened)
                 elif step == "want":
                     want = request.want
@@ -160,6 +159,10 @@ class Service(DaemonServicer):
                     yield pb.LoadReply()
                 else:
                     raise errors.InvalidRequest("a load opens one checkpoint, once")
+        except errors.Corrupt as exc:
+            if meant is not None:
+                await self.verifier.loaded(self.restore.indexes.same(*meant), exc)
+            raise
         finally:
             if source is not None:
                 source.close()
@@ -240,6 +243,8 @@ class Service(DaemonServicer):
         return await self.upkeep.pin(CheckpointId.parse(request.id), pinned=request.pinned)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> AsyncIterator[pb.DrainReply]:
+        if request.cancel and self.node.drained:
+            log.info("the drain was cancelled: new saves are taken again")
         async for reply in self.upkeep.drain(self.ending, cancel=request.cancel):
             yield reply
 
@@ -259,86 +264,3 @@ def describe(segment: Segment) -> pb.Segment:
 def piece(part: Piece) -> pb.LoadReply.Piece:
     """A part of a segment as the wire shows it."""
     return pb.LoadReply.Piece(segment=describe(part.segment), at=part.at, nbytes=part.nbytes)
-
-
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs
-    """Turns what a call raises into its gRPC status."""
-
-    def __init__(self) -> None:
-        self._running: set[asyncio.Task[Any]] = set()
-        self._ended = False
-
-    def end(self) -> None:
-        """The daemon ends: calls that still run are cut off. gRPC would do that with a traceback in the log."""
-        self._ended = True
-        for task in self._running:
-            task.cancel()
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler: Any = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = handler_call_details.method
-        if handler.response_streaming:
-            stream = handler.stream_stream or handler.unary_stream
-
-            async def streaming(request: Any, context: Context) -> AsyncIterator[Any]:
-                with self._answered():
-                    try:
-                        async for reply in stream(request, context):
-                            yield reply
-                    except Exception as exc:  # noqa: BLE001 - every error gets its status here
-                        await refuse(context, exc, method)
-                    except asyncio.CancelledError:
-                        if not self._ended:  # the caller has gone
-                            raise
-                        await cut_off(context)
-
-            make: Any = grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
-            return make(streaming, handler.request_deserializer, handler.response_serializer)
-
-        async def unary(request: Any, context: Context) -> Any:
-            with self._answered():
-                try:
-                    return await handler.unary_unary(request, context)
-                except Exception as exc:  # noqa: BLE001 - every error gets its status here
-                    await refuse(context, exc, method)
-                except asyncio.CancelledError:
-                    if not self._ended:  # the caller has gone
-                        raise
-                    await cut_off(context)
-
-        return grpc.unary_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)
-
-    @contextmanager
-    def _answered(self) -> Iterator[None]:
-        """Inside it, this task is a call's."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._running.add(task)
-        try:
-            yield
-        finally:
-            self._running.discard(task)
-
-
-async def cut_off(context: Context) -> None:
-    """Ends a call as if the connection broke, because nobody knows what it has brought about."""
-    await context.abort(grpc.StatusCode.UNAVAILABLE, "the daemon ends")
-
-
-async def refuse(context: Context, exc: Exception, method: str) -> None:
-    """Ends the call with the status of `exc`."""
-    if isinstance(exc, grpc.aio.AbortError):
-        raise exc
-    if isinstance(exc, errors.CkptdError):
-        for kind in type(exc).__mro__:
-            if kind.__name__ in errors.TABLE:
-                status = getattr(grpc.StatusCode, exc.status)
-                await context.abort(status, str(exc)[:LONGEST_MESSAGE], trailing_metadata=((KIND_KEY, kind.__name__),))
-    log.error("%s failed", method, exc_info=exc)
-    await context.abort(grpc.StatusCode.INTERNAL, f"the daemon failed on {method}: {type(exc).__name__}: {exc} (its log has more)")

@@ -1,32 +1,79 @@
 """What retention has to decide about: the durable checkpoints of a store, as `retention` wants to know them.
 
 Promises: everything in the store that is a checkpoint is in the survey, what is damaged as well, with
-the reason; the newest of each run that is not called damaged has all its files, in their sizes. Blocking;
-writes nothing.
+the reason; the newest of each run that is not called damaged has all its files, in their sizes, and nobody
+who asked an InformedLedger has read it and found it damaged. Blocking; writes nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Final
 
 from ckptd import metadata
 from ckptd.blockcheck import misplaced, sizes
 from ckptd.errors import Corrupt, NotFound
 from ckptd.ledger import Ledger, newest_first
-from ckptd.model import data_key
+from ckptd.model import CheckpointId, data_key
 from ckptd.retention import Candidate
 from ckptd.scan import Entry, parallel
-from ckptd.store import Store
+from ckptd.store import Object, Store
 from ckptd.sweeper import links
 from ckptd.v1.manifest_pb2 import Summary
+from ckptd.verify import ADVICE
+
+#: So many that were found damaged are remembered, those that were found last.
+REMEMBERED: Final = 1000
+
+
+class KnownDamage:
+    """What those who read checkpoints have found: a byte that is not as it was written shows in no size, and no listing.
+
+    Of one save and no other: a newer one of the id is not damaged with it.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[CheckpointId, str | Object], str] = {}
+
+    def found(self, entry: Entry, what: str) -> None:
+        """It was read, and this is damaged."""
+        self.whole(entry)
+        self._found[_save(entry)] = f"found when it was read: {what.removesuffix(ADVICE)}"
+        for oldest in list(self._found)[:-REMEMBERED]:
+            del self._found[oldest]
+
+    def whole(self, entry: Entry) -> None:
+        """All of it was read, and nothing is damaged (any more)."""
+        self._found.pop(_save(entry), None)
+
+    def of(self, entry: Entry) -> str:
+        """What was found; "" if nothing was."""
+        return self._found.get(_save(entry), "")
+
+
+class InformedLedger(Ledger):
+    """The ledger of a process that reads checkpoints, and remembers which of them are damaged."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.known = KnownDamage()
+
+    def known_damage(self, entry: Entry) -> str:
+        """What was found when it was read, whoever wrote it; else what its `.metadata` tells."""
+        return self.known.of(entry) or super().known_damage(entry)
+
+
+def _save(entry: Entry) -> tuple[CheckpointId, str | Object]:
+    """Stock DCP names no save: its `.metadata` is another object after each."""
+    return entry.id, entry.save_id or entry.metadata
 
 
 def survey(store: Store, ledger: Ledger, run: str | None, busy: Callable[[Entry], str] = lambda _: "") -> list[tuple[Entry, Candidate]]:
     """All checkpoints (of one run). `busy` says why one must stay now, "" if it need not. Raises StoreError, Unavailable."""
     entries = ledger.entries(run)
     linked = links(entries)
-    damage = parallel(ledger.stock_damage, entries)  # the last good one must not go for one that nobody can load
+    damage = parallel(ledger.known_damage, entries)  # the last good one must not go for one that nobody can load
     told = [Corrupt(why) if why else summary for why, summary in zip(damage, ledger.summaries(entries), strict=True)]
     candidates = [_candidate(entry, found, linked.get(entry.id) or busy(entry)) for entry, found in zip(entries, told, strict=True)]
     return _with_newest_whole(store, ledger, list(zip(entries, candidates, strict=True)))

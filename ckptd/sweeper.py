@@ -106,8 +106,7 @@ class Sweeper:
 
     def refuse(self, id: CheckpointId, attempt: str) -> None:
         """An attempt that is not durable never becomes it: a commit of it that is on its way sees this, or is seen by a later look."""
-        now_us = int(time.time() * 1e6)
-        self._put(id, tombstone.name(now_us), Tombstone(id=str(id), save_id=attempt, deleted_us=now_us))
+        self.store.put(f"{id}/{OWN_DIRECTORY}/{tombstone.refusal(attempt)}", lambda: [b""], nbytes_hint=0)
 
     def sweep(
         self,

@@ -5,8 +5,10 @@
     magic, 8 bytes | Tombstone (protobuf) | xxh3_128 of everything before it, 16 bytes, big-endian
 
 Two kinds of files have this content, and their names tell them apart. A *tombstone*, `….deleted`, belongs to
-a `.metadata` that is taken away right after it; or, as a *refusal*, to an attempt that is not durable yet and shall never be.
-A *list of debris*, `….debris`, takes no `.metadata` away: it names what saves that were cut off or superseded have left.
+a `.metadata` that is taken away right after it. A *list of debris*, `….debris`, takes no `.metadata` away: it names
+what saves that were cut off or superseded have left.
+
+A *refusal*, `<attempt>.refused`, is empty: an attempt that was deleted before it was durable, as far as was known, never shall be.
 
 Promises: `decode` returns what `encode` was given or raises Corrupt, and never a name that leads out of
 the checkpoint's directory or to a `.metadata`. Never touches a store.
@@ -35,6 +37,7 @@ REFUSAL_SECONDS: Final = 86400.0
 COMMIT_SECONDS: Final = 300.0
 
 _MAGIC: Final = b"ckptd/x\n"
+_REFUSAL: Final = re.compile(r"([0-9a-f]{24})\.refused")
 _NAME: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.(deleted|debris)")
 
 
@@ -53,9 +56,15 @@ def is_tombstone(file: str) -> bool:
     return _kind(file) == "deleted"
 
 
-def is_refusal(save_id: str) -> bool:
-    """Whether a tombstone that means this means an attempt, whichever manifest it may get."""
-    return len(save_id) == 24
+def refusal(attempt: str) -> str:
+    """The file name of the refusal of an attempt."""
+    return f"{attempt}.refused"
+
+
+def refused(file: str) -> str:
+    """The attempt whose refusal has this name; "" if it is none's."""
+    found = _REFUSAL.fullmatch(file)
+    return found.group(1) if found else ""
 
 
 def is_list(file: str) -> bool:

@@ -2,8 +2,7 @@
 
 Promises: only what is durable is deleted by a policy, only in runs that this node saves to, and
 only after something of the run became durable; what a load reads, or a save of this node is about to
-replace, stays; no attempt of an id is committed here while the id is being deleted. Lives on the
-loop; the store is worked on in threads.
+replace, stays. Lives on the loop; the store is worked on in threads.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
-from contextlib import suppress
 from typing import TypeVar
 
-from ckptd import errors, parts
-from ckptd.attempt import MEMORY_ONLY, is_joint
+from ckptd import errors
+from ckptd.attempt import MEMORY_ONLY
+from ckptd.deletion import Deletion
 from ckptd.ledger import Ledger
 from ckptd.model import CheckpointId
 from ckptd.node import Node
@@ -27,7 +26,6 @@ from ckptd.scan import Entry
 from ckptd.survey import survey
 from ckptd.sweeper import Deleted, Sweeper, Swept
 from ckptd.v1.daemon_pb2 import Checkpoint, DrainReply
-from ckptd.v1.manifest_pb2 import Record
 
 log = logging.getLogger(__name__)
 #: What nothing needs is looked for this often, in the runs that this node saves to.
@@ -37,15 +35,7 @@ RETRY_SECONDS = 60.0
 #: What is collected younger than this could be what a flush of ours has just put: then none may run.
 UPLOAD_SECONDS = 3600.0
 
-#: Of a joint attempt that needs no deleting any more.
-OVER = (Checkpoint.ABORTED, Checkpoint.DURABLE)
-
 T = TypeVar("T")
-
-
-async def nobody_else(_: Record, __: str) -> bool:
-    """This node is alone."""
-    return True
 
 
 class Upkeep:
@@ -71,11 +61,8 @@ class Upkeep:
         self.policy = policy
         self.delete_grace_seconds = delete_grace_seconds
         self.orphan_age_seconds = orphan_age_seconds
-        #: Tells the other nodes that hold an attempt that it goes.
-        self.abandon: Callable[[Record, str], Awaitable[bool]] = nobody_else
+        self.deletion = Deletion(node, restore, ledger, sweeper, threads)
         self._one_at_a_time = asyncio.Lock()
-        #: Attempts that were deleted here, of which neither all other nodes nor the store know it.
-        self._owed: dict[CheckpointId, list[str]] = {}
         #: When each run that this node saves to is looked at next, in the loop's time.
         self._due: dict[str, float] = {}
         self._woken = asyncio.Event()
@@ -120,46 +107,7 @@ class Upkeep:
         Raises NotFound; WrongPhase if it is pinned or a load reads it; Unavailable if it may come back without a second deletion.
         """
         async with self._one_at_a_time:
-            entry = await self._find(checkpoint)
-            if entry is not None and entry.pinned:
-                raise errors.WrongPhase(f"{checkpoint} is pinned: `ckptd unpin {checkpoint}` first")
-            held = [one for one in self.node.catalog.attempts.values() if one.id == checkpoint and (one.restorable or one.pending)]
-            joint, known = await self._joint(checkpoint)
-            if checkpoint in self.restore.reading():
-                raise errors.WrongPhase(f"{checkpoint} cannot be deleted now: a load reads it; try again when that has ended")
-            known += [name for name in self._owed.get(checkpoint, ()) if name not in known]
-            if entry is None and not held and not joint and checkpoint not in self._owed:
-                raise errors.NotFound(f"no checkpoint {checkpoint} in the store or in memory; `ckptd list` shows what is there")
-            self.node.backlog.held.add(checkpoint)
-            try:
-                self.node.backlog.stop_of(checkpoint)
-                while self.node.backlog.flushing(checkpoint):
-                    await self.node.changed()
-                entry = await self._find(checkpoint)  # what was on its way may have arrived
-                deleted = Deleted(checkpoint, 0, 0) if entry is None else await self._run(self.sweeper.delete, entry)
-                noted = await self._refuse(checkpoint, known)
-                # Not before: a deletion that failed must not have thrown a newer save away.
-                self.node.forget(checkpoint)
-                heard = await asyncio.gather(*(self.abandon(record, "it was deleted") for record in joint))
-                unheard = [record.summary.attempt for record, all_heard in zip(joint, heard, strict=True) if not all_heard]
-                for record in joint:  # who has not heard finds nothing to commit
-                    await self._run(self._forget_parts, checkpoint, record.summary.attempt)
-                entry = await self._find(checkpoint) if known else None
-                if entry is not None and entry.attempt in known:
-                    # Another node has committed it meanwhile. If it has taken that away itself by now, so much the better.
-                    with suppress(errors.WrongPhase):
-                        deleted = await self._run(self.sweeper.delete, entry)
-                if (unheard or checkpoint in self._owed) and not noted:
-                    self._owed[checkpoint] = known
-                    raise errors.Unavailable(
-                        f"{checkpoint} is deleted here; a node that holds it did not hear of it, and the store {self.ledger.url} takes no "
-                        "note of it: delete it again once one of them answers, else it may come back with that node"
-                    )
-                self._owed.pop(checkpoint, None)
-                if unheard:  # when they are back they find a note in the store
-                    log.warning("%s is deleted; a node that holds attempt %s of it did not hear of it yet", checkpoint, ", ".join(unheard))
-            finally:
-                self._let_go(checkpoint)
+            deleted = await self.deletion.delete(checkpoint)
         log.info("deleted %s: %d files, %d bytes, go after %.0f s", checkpoint, deleted.files, deleted.nbytes, self.delete_grace_seconds)
         self._look_again(checkpoint.run, min(self.delete_grace_seconds, SWEEP_SECONDS))
         return deleted, self.delete_grace_seconds
@@ -296,32 +244,6 @@ class Upkeep:
             return await self._run(self.ledger.find, checkpoint)
         except errors.NotFound:
             return None
-
-    async def _joint(self, checkpoint: CheckpointId) -> tuple[list[Record], list[str]]:
-        """Saves of that id that other nodes hold, too, and that are on their way to the store, or may be.
-
-        And the attempts of these and of those that are over: a node that is away may not know it, and this one may forget it.
-        """
-        if not self.restore.peers.known:
-            return [], []
-        seen = await self.restore.whereabouts.survey(checkpoint, every=True)
-        joint = {name: one for name, one in seen.items() if one.record is not None and is_joint(one.record)}
-        over = [name for name, one in seen.items() if one.state in OVER]
-        return [one.record for one in joint.values() if one.record is not None and one.state not in OVER], sorted({*joint, *over})
-
-    async def _refuse(self, checkpoint: CheckpointId, attempts: list[str]) -> bool:
-        """None of them becomes durable any more, on whichever node; whether the store takes a note of that."""
-        try:
-            for attempt in attempts:
-                await self._run(self.sweeper.refuse, checkpoint, attempt)
-        except (errors.StoreError, errors.Unavailable) as exc:
-            log.warning("the store takes no note of the deletion of %s: %s", checkpoint, exc)
-            return False
-        return True
-
-    def _forget_parts(self, checkpoint: CheckpointId, attempt: str) -> None:
-        keys = [key for of_rank in parts.listed(self.sweeper.store, checkpoint, attempt).values() for key in of_rank]
-        self.sweeper.store.delete(keys)
 
     def _let_go(self, checkpoint: CheckpointId) -> None:
         self.node.backlog.held.discard(checkpoint)

@@ -2,25 +2,25 @@
 
 One thread of low priority reads for all who ask; whoever goes away stops his own. Promises: what
 is only in memory is named as such and not passed over; one damaged checkpoint keeps no other from
-being read. Lives on the loop.
+being read; what is damaged is remembered for those who decide what may go. Lives on the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from contextlib import suppress
 from typing import TypeVar
 
 from ckptd import errors
 from ckptd.attempt import Attempt
-from ckptd.ledger import Ledger
 from ckptd.model import CheckpointId, parse_run, parse_target
 from ckptd.node import Node
 from ckptd.scan import Entry
 from ckptd.store import Store
+from ckptd.survey import InformedLedger
 from ckptd.v1.daemon_pb2 import Checkpoint, VerifyReply, VerifyRequest
 from ckptd.verify import reply_of, verify
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 class Verifier:
     """Verifies what is in the store, one checkpoint after another."""
 
-    def __init__(self, node: Node, ledger: Ledger, store: Store, threads: Executor) -> None:
+    def __init__(self, node: Node, ledger: InformedLedger, store: Store, threads: Executor) -> None:
         self.node = node
         self.ledger = ledger
         self.store = store
@@ -44,12 +44,23 @@ class Verifier:
             yield VerifyReply(id=str(attempt.id), note=f"{state}: nothing in the store yet", ended=True)
         for entry in entries:
             steps = verify(self.store, self.ledger, entry)
+            damage = ""
             try:
                 while (step := await self._run(functools.partial(next, steps, None))) is not None:
+                    if step.damage and not damage:
+                        damage = step.damage[0]
+                        self.ledger.known.found(entry, damage)
+                    elif step.ended and not damage:
+                        self.ledger.known.whole(entry)
                     yield reply_of(step)
             finally:
                 with suppress(RuntimeError):  # the daemon ends
                     self.threads.submit(steps.close)  # behind the step that may still be running
+
+    async def loaded(self, looking: Awaitable[Entry], damage: errors.Corrupt) -> None:
+        """A load has found this. `looking` finds what it has read, and raises if that is not in the store (any more)."""
+        with suppress(errors.CkptdError):
+            self.ledger.known.found(await looking, str(damage))
 
     async def _meant(self, request: VerifyRequest) -> tuple[list[Entry], list[Attempt]]:
         """What is to be read, and what is in memory alone."""

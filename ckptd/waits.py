@@ -1,4 +1,4 @@
-"""Waits until a checkpoint is durable, for whoever asked; raises what makes that impossible.
+"""Waits until a checkpoint is durable, for whoever asked, and raises what makes that impossible; tells a save what there is of its id.
 
 This node's memory answers as long as it knows of the save that is meant, then the store, then what other nodes hold.
 Lives on the loop.
@@ -54,6 +54,17 @@ async def until_durable(restore: Restore, checkpoint: CheckpointId, token: str, 
             if not attempt.record.durable:
                 raise errors.WrongPhase(f"checkpoint {checkpoint} was saved with durable=False: it stays in memory")
         await node.changed()
+
+
+async def before_save(restore: Restore, checkpoint: CheckpointId) -> Checkpoint:
+    """What `resolve` tells a save of that id; while the store is away, what memory holds, or Unavailable, and nobody waits for it."""
+    try:
+        return await restore.node.learning.ask(checkpoint.run, lambda: restore.resolve(checkpoint))
+    except errors.Unavailable:
+        here = restore.node.catalog.newest_of(checkpoint)
+        if here is None or not here.whole:
+            raise
+        return checkpoint_of(here)
 
 
 async def _is_elsewhere(restore: Restore, checkpoint: CheckpointId, sealed_us: int) -> bool:

@@ -140,6 +140,9 @@ class Watch:
             return  # it has ended, or is durable, since the question was put
         seen = self._seen[attempt.name][node]
         if fate.state == Checkpoint.ABORTED:  # superseded, deleted or abandoned, and so it is for all
+            log.warning(
+                "attempt %s of %s is over, says the daemon at %s: %s", attempt.name, attempt.id, self._others(attempt)[node], fate.reason
+            )
             self.node.apply(self.node.catalog.aborted(attempt.name, fate.reason))
             return
         if fate.state != Checkpoint.UNKNOWN and not fate.adopted and not attempt.confirmed:
@@ -181,6 +184,7 @@ class Watch:
             backlog.duties[name] = duty
             self.look(name)
         if found.failed and attempt.pending:
+            log.error("%s cannot be made durable, says another node: %s", attempt.id, found.failed)
             catalog.failed(name, f"another node says: {found.failed}")
             return
         if attempt.pending:

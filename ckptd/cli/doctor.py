@@ -72,7 +72,7 @@ def _look(arguments: argparse.Namespace, settings: config.Settings) -> Iterator[
     yield finding
     if status is not None and settings.memory is None and status.shm_dir == str(settings.shm_dir):
         settings = dataclasses.replace(settings, memory=status.memory)
-    yield from doctor.examine(settings)
+    yield from doctor.examine(settings, daemons_store="" if status is None else status.store)
 
 
 def _daemon(address: str, *, named: bool) -> tuple[Finding, daemon_pb2.StatusReply | None]:

@@ -176,12 +176,14 @@ class WaitRequest(_message.Message):
     def __init__(self, id: _Optional[str] = ..., token: _Optional[str] = ..., sealed_us: _Optional[int] = ...) -> None: ...
 
 class ResolveRequest(_message.Message):
-    __slots__ = ("id", "fallback")
+    __slots__ = ("id", "fallback", "saving")
     ID_FIELD_NUMBER: _ClassVar[int]
     FALLBACK_FIELD_NUMBER: _ClassVar[int]
+    SAVING_FIELD_NUMBER: _ClassVar[int]
     id: str
     fallback: bool
-    def __init__(self, id: _Optional[str] = ..., fallback: bool = ...) -> None: ...
+    saving: bool
+    def __init__(self, id: _Optional[str] = ..., fallback: bool = ..., saving: bool = ...) -> None: ...
 
 class LoadRequest(_message.Message):
     __slots__ = ("open", "want", "copied")

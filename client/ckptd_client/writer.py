@@ -183,7 +183,7 @@ def _checked_tags(tags: object) -> dict[str, str]:
 def _is_new(daemon: Daemon, checkpoint_id: str) -> bool:
     """Raises WrongPhase if the id is durable already; False if that cannot be told: no save waits for the store."""
     try:
-        found = daemon.resolve(daemon_pb2.ResolveRequest(id=checkpoint_id), seconds=_CHECK_SECONDS)
+        found = daemon.resolve(daemon_pb2.ResolveRequest(id=checkpoint_id, saving=True), seconds=_CHECK_SECONDS)
     except NotFound:
         return True
     except (StoreError, Unavailable):

@@ -153,6 +153,44 @@ def test_a_removed_segment_of_a_durable_checkpoint_is_read_from_the_store(faulty
     assert faulty.load("latest") == 1.0
 
 
+@pytest.mark.filterwarnings("ignore:ckptd. (checkpoint|the shard):UserWarning")
+def test_a_save_that_a_newer_one_has_outrun_keeps_its_memory_while_there_is_room_and_loses_it_with_a_word(tmp_path: Path) -> None:
+    made = Faulty(tmp_path)
+    made.daemon.arguments = ["--memory", "128MiB"]
+    with made.daemon as daemon:
+
+        def save(id: str, mib: int) -> None:
+            state = {"t": torch.ones(mib * 1024 * 1024 // 4)}
+            dcp.save(state, checkpoint_id=id, storage_writer=DaemonStorageWriter(address=daemon.address))
+
+        made.tell(**{"raise": "EIO", "only": "best"})
+        save("run/best", 20)
+        for step in range(1, 5):  # each might have the memory of what was outrun, and there is room beside it
+            save(f"run/step-{step}", 20)
+            made.wait(f"run/step-{step}")
+        assert daemon.list()["run/best"]["state"] == "accepted"
+        assert "lost its memory" not in daemon.log.read_text()
+        save("run/step-5", 80)  # nothing else makes room
+        assert daemon.log.read_text().count("run/best was accepted, is not durable and has lost its memory: its memory was needed") == 1
+        made.wait("run/step-5")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:ckptd. checkpoint:UserWarning")
+@pytest.mark.parametrize("outage", OUTAGES, ids=["fails", "hangs"])
+def test_saves_of_a_run_wait_once_for_a_store_that_is_away(faulty: Faulty, outage: dict[str, Any]) -> None:
+    faulty.save("run/step-1", 1.0)
+    faulty.tell(**outage)
+    for step in range(2, 8):
+        faulty.save(f"run/step-{step}", float(step))
+        faulty.save(f"other/step-{step}", float(step))
+    waits = [line for line in faulty.daemon.log.read_text().splitlines() if "has waited for the store" in line]
+    assert sorted(line.partition("a save of run ")[2].split()[0] for line in waits) == ["'other'", "'run'"]
+    faulty.tell()
+    faulty.wait("run/step-7")
+    faulty.wait("other/step-7")
+
+
 def test_wait_asks_the_store_when_memory_remembers_only_what_was_superseded(faulty: Faulty) -> None:
     faulty.tell(delay_seconds=1.0)
     faulty.save("step-1", 1.0)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,17 @@ from ckptd_client import DaemonStorageWriter, wait
 from daemons import DaemonProcess
 
 STATE = {"model": {"w": torch.arange(12, dtype=torch.float32).reshape(3, 4), "b": torch.ones(5, dtype=torch.bfloat16)}, "note": "hello"}
+
+
+def test_a_daemon_that_is_refused_for_its_memory_has_made_no_store(tmp_path: Path) -> None:
+    shm_dir = Path(tempfile.mkdtemp(prefix="ckptd-test-", dir="/dev/shm"))
+    try:
+        where = ["--listen", f"unix:{tmp_path}/s", "--shm-dir", str(shm_dir)]
+        done = ckptd("serve", "--store", str(tmp_path / "store"), *where, "--memory", "900TiB")
+    finally:
+        shutil.rmtree(shm_dir)
+    assert (done.returncode, "can hold" in done.stderr) == (2, True)
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.fixture(scope="module")

@@ -86,3 +86,80 @@ def test_what_a_deleted_checkpoint_had_superseded_does_not_come_back_with_a_node
         assert not (store.path / ID / ".metadata").exists()
         with pytest.raises(CheckpointException, match="no checkpoint"):
             load(away.address, "run/latest", 2)
+
+
+def test_a_deletion_that_a_commit_meets_while_the_store_fails_is_made_good_when_it_answers(tmp_path: Path) -> None:
+    store = Troubled(tmp_path)
+    with store.hosts(2) as hosts:
+        commits, deletes = hosts
+        store.works(on=deletes)
+        store.tell(on=commits, hold_after=3)
+        save(addresses(hosts), ID, 1)
+        until("nothing but .metadata is missing", lambda: list((store.path / ID / ".ckptd").glob("*.manifest")))
+        done = deletes.daemon.cli("delete", ID)
+        assert done.returncode == 0, done.stderr
+        store.tell(on=commits, list_raises="EIO")
+        until("the put has landed", (store.path / ID / ".metadata").exists)
+        until("nobody knows", lambda: "ended while it was committed" in commits.daemon.log.read_text())
+        store.works(on=commits)
+        until("it is gone again", lambda: not (store.path / ID / ".metadata").exists())
+        assert [listed(host, ID) for host in hosts] == ["", ""]
+
+
+def test_what_another_node_alone_saved_and_is_not_durable_yet_is_deleted_too(tmp_path: Path) -> None:
+    store = Troubled(tmp_path)
+    with store.hosts(2) as hosts:
+        alone, deletes = hosts
+        save(addresses(hosts), "run/step-0", 0)  # they know each other from here on
+        save([alone.address], ID, 1)
+        assert listed(deletes, ID) == "accepted"
+        store.works(on=deletes)
+        done = deletes.daemon.cli("delete", ID)
+        assert done.returncode == 0, done.stderr
+        store.works()
+        for host in hosts:
+            wait("run/step-0", address=host.address, timeout=60)
+            assert listed(host, ID) == ""
+        assert not (store.path / ID / ".metadata").exists()
+
+
+def test_what_is_in_the_memory_of_others_after_a_deletion_is_no_reason_to_wait_for_it(tmp_path: Path) -> None:
+    store = Troubled(tmp_path)
+    store.works()
+    with store.hosts(2) as hosts:
+        for id in (ID, "run/step-2"):
+            save(addresses(hosts), id, 1)
+            for host in hosts:
+                wait(id, address=host.address, timeout=60)
+        pruned = hosts[0].daemon.cli("prune", "--run", "run", "--keep-last", "1")
+        assert pruned.returncode == 0, pruned.stderr
+        assert not (store.path / ID / ".metadata").exists()
+        hosts[0].daemon.terminate()
+        hosts[0].start()
+        for host in hosts:
+            with pytest.raises(CheckpointException, match=r"no checkpoint.* shows what is there"):
+                load(host.address, ID, 2)
+
+
+def test_a_node_that_was_away_while_its_checkpoint_became_durable_and_was_deleted_does_not_bring_it_back(tmp_path: Path) -> None:
+    store = Troubled(tmp_path)
+    with store.hosts(2, replicas=1) as hosts:
+        there, away = hosts
+        for value in range(1, 5):
+            save(addresses(hosts), ID, value, overwrite=True)
+        for host in hosts:
+            host.daemon.until(ID, "replicated")
+        away.kill()
+        store.works()
+        wait(ID, address=there.address, timeout=60)
+        there.daemon.terminate()
+        there.start()
+        done = there.daemon.cli("delete", ID)
+        assert done.returncode == 0, done.stderr
+        assert len(list((store.path / ID / ".ckptd").glob("*.refused"))) == 1
+        swept = there.daemon.cli("prune", "--run", "run", "--delete-grace", "0s", "--orphan-age", "0s")
+        assert swept.returncode == 0, swept.stderr
+        there.restart()
+        away.start()
+        until("it finds the note", lambda: away.status()["accepted"] == 0)
+        assert not (store.path / ID / ".metadata").exists()

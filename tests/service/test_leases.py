@@ -62,3 +62,19 @@ def test_a_seal_of_memory_that_is_gone_says_to_save_again(tmp_path: Path) -> Non
             stub.Seal(pb.SealRequest(owner="a", token=segment.token, nbytes=0, table_nbytes=10), timeout=10)
         assert refused.value.code() == grpc.StatusCode.ABORTED
         lease.cancel()
+
+
+def test_shards_of_one_save_that_do_not_fit_together_are_no_fault_of_others(tmp_path: Path) -> None:
+    with DaemonProcess(str(tmp_path / "store"), memory="128MiB") as daemon, grpc.insecure_channel(daemon.address) as channel:
+        stub = DaemonStub(channel)
+        leases = [stub.Lease(pb.LeaseRequest(owner=owner, pid=1)) for owner in "ab"]
+        for lease in leases:
+            next(iter(lease))
+        stub.Allocate(pb.AllocateRequest(owner="a", id="step-1", rank=0, nbytes=78 * 2**20), timeout=30)
+        for id, why in (("step-1", "the shards of this save on this node need 156.0 MiB or more together"), ("step-2", "being written")):
+            with pytest.raises(grpc.RpcError) as refused:
+                stub.Allocate(pb.AllocateRequest(owner="b", id=id, rank=1, nbytes=78 * 2**20), timeout=2)
+            assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert why in refused.value.details()
+        for lease in leases:
+            lease.cancel()

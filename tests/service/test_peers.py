@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,88 @@ def test_after_the_end_nobody_is_called() -> None:
     with_silent(run)
 
 
+# -- who has gone while nobody needed him ----------------------------------------------------------------------------
+
+
+class Quiet(PeerServicer):
+    """Answers, and keeps what callers told of themselves."""
+
+    def __init__(self) -> None:
+        self.told: list[str | bytes | None] = []
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> pb.WatchReply:
+        self.told.append(dict(context.invocation_metadata()).get(peers.PEER_KEY))
+        return pb.WatchReply()
+
+
+async def started(servicer: PeerServicer, port: int) -> grpc.aio.Server:
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    add_PeerServicer_to_server(servicer, server)
+    assert server.add_insecure_port(f"127.0.0.1:{port}") == port
+    await server.start()
+    return server
+
+
+def test_a_peer_that_nobody_needs_is_missed_since_it_was_heard_of_and_gone_only_since_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "LOOK_UP_SECONDS", 0.05)
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+
+    async def holds(condition: Callable[[], bool]) -> None:
+        while not condition():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.02)
+
+    async def run() -> None:
+        there, quiet = Peers("here:7070"), Quiet()
+        server = await started(quiet, port)
+        there.learn([address])
+        await watch(there, address)
+        heard = time.monotonic()
+        assert quiet.told == ["here:7070"]
+        assert there.missed_seconds(address) == 0.0
+        await server.stop(0)
+        await asyncio.sleep(0.3)
+        await there.ask([address], "say that it is there", lambda stub: stub.Watch(pb.WatchRequest()), idle=True)
+        assert there.missed_seconds(address) >= 0.3
+        assert there.gone_seconds(address) == 0.0
+        server = await started(quiet, port)
+        looking = asyncio.create_task(there.look_up_forever())
+        await holds(lambda: there.missed_seconds(address) == 0.0)
+        quiet.told.clear()
+        await holds(lambda: len(quiet.told) > 2)
+        assert set(quiet.told[1:]) == {None}  # it learns nothing by that
+        await server.stop(0)
+        await holds(lambda: there.missed_seconds(address) > 0.0)
+        assert there.gone_seconds(address) == 0.0
+        with pytest.raises(Unavailable):
+            await watch(there, address)
+        assert 0.0 < there.gone_seconds(address) < there.missed_seconds(address) < time.monotonic() - heard
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+        await there.close()
+
+    asyncio.run(run())
+
+
+def test_a_peer_that_stays_away_and_that_nobody_configured_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "LOOK_UP_SECONDS", 0.05)
+    monkeypatch.setattr(peers, "FORGET_SECONDS", 0.2)
+    learnt, configured = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+
+    async def run() -> None:
+        there = Peers("", configured=[configured])
+        there.learn([learnt])
+        looking = asyncio.create_task(there.look_up_forever())
+        while learnt in there.known:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.02)
+        assert there.known == [configured]
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+        await there.close()
+
+    asyncio.run(run())
+
+
 # -- who never answers ----------------------------------------------------------------------------------------------
 
 
@@ -132,11 +215,13 @@ def test_a_peer_that_never_answered_is_shown_as_such_and_one_that_did_as_gone(tm
         assert not shown()[hosts[1].peer]["never_answered"]
         hosts[1].kill()
 
-        def is_gone() -> bool:
-            hosts[0].daemon.list()  # asks them
-            return bool(shown()[hosts[1].peer]["gone_seconds"])
+        time.sleep(1.0)
 
-        until("the other is missed", is_gone)
+        def gone_seconds() -> float:
+            hosts[0].daemon.list()  # asks them
+            return float(shown()[hosts[1].peer]["gone_seconds"])
+
+        assert until("the other is missed", gone_seconds) >= 1.0  # since it was heard of, not since it was called
         assert not shown()[hosts[1].peer]["never_answered"]
         assert f"{hosts[1].peer} (gone for " in hosts[0].daemon.cli("status").stdout
 

@@ -240,3 +240,10 @@ def test_a_drain_says_when_all_is_durable_and_doctor_that_it_goes_on(tmp_path: P
         assert main(looked) == 0
         assert json.loads(capsys.readouterr().out)["checks"][0]["verdict"] == "warn"
         assert main(["drain", "--cancel", *where]) == 0
+        assert "new saves are taken again" in running.log.read_text()
+        capsys.readouterr()
+        told = [word for word in looked if word not in ("--store", running.store)]
+        assert main(told) == 0
+        (store,) = (check for check in json.loads(capsys.readouterr().out)["checks"] if check["name"] == "store")
+        assert (store["verdict"], store["found"]) == ("warn", f"the daemon's, {running.store}, was not looked at")
+        assert f"--store {running.store}" in store["advice"]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptd.v1.daemon_pb2 import VerifyReply, VerifyRequest
 from ckptd.v1.daemon_pb2_grpc import DaemonStub
-from ckptd_client import DaemonStorageWriter, wait
+from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
 from daemons import FAULTY, DaemonProcess
 
 STOCK = "written by stock DCP, which keeps no checksums but the CRC-32 of records"
@@ -111,6 +113,89 @@ def test_one_damaged_checkpoint_hides_no_other(tmp_path: Path) -> None:
         replies = list(DaemonStub(channel).Verify(VerifyRequest(), timeout=60))
         assert {reply.id for reply in replies if reply.ended} == {"step-1", "step-2", "step-3"}
         assert [(reply.id, manifest.name in reply.damage[0]) for reply in replies if reply.damage] == [("step-2", True)]
+
+
+# -- what was found damaged is remembered ----------------------------------------------------------------------------
+
+
+def load(daemon: DaemonProcess, id: str, *, fallback: bool = False) -> None:
+    reader = DaemonStorageReader(id, address=daemon.address, fallback=fallback)
+    dcp.load({"t": torch.zeros(1000)}, storage_reader=reader)
+
+
+def find_by_verify(daemon: DaemonProcess) -> None:
+    assert daemon.cli("verify", "run/latest").returncode == 1
+
+
+def find_by_load(daemon: DaemonProcess) -> None:
+    with pytest.raises(CheckpointException):
+        load(daemon, "run/step-12")
+
+
+def find_by_fallback(daemon: DaemonProcess) -> None:
+    with pytest.warns(UserWarning, match="step-6"):
+        load(daemon, "run/step-12", fallback=True)
+
+
+def flip(path: Path) -> None:
+    """One byte in the middle, and no size."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def pruned(daemon: DaemonProcess, *arguments: str) -> dict[str, str]:
+    """What a prune says of each."""
+    done = daemon.cli("prune", "--json", *arguments)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    return {one["id"]: one["reason"] for one in document["verdicts"]}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with two good checkpoints, by a daemon whose memory is gone."""
+    store = tmp_path_factory.mktemp("two")
+    with DaemonProcess(str(store)) as daemon:
+        save(daemon, "run/step-6")
+        save(daemon, "run/step-12")
+    return store
+
+
+@pytest.mark.parametrize("name", ["*.distcp", ".metadata"])
+@pytest.mark.parametrize("find", [find_by_verify, find_by_load, find_by_fallback])
+def test_the_last_good_one_does_not_go_for_one_that_was_found_damaged(
+    two: Path, tmp_path: Path, find: Callable[[DaemonProcess], None], name: str
+) -> None:
+    store = Path(shutil.copytree(two, tmp_path / "store"))
+    flip(next((store / "run" / "step-12").glob(name)))
+    with DaemonProcess(str(store)) as daemon:
+        find(daemon)
+        said = pruned(daemon, "--run", "run", "--keep-last", "1")
+        assert said["run/step-6"] == "kept: the last one"
+        assert said["run/step-12"].startswith("kept: damaged (found when it was read: run/step-12/")
+        assert set(daemon.list()) == {"run/step-6", "run/step-12"}
+
+
+def test_a_newer_save_and_a_repair_are_judged_anew_and_the_daemons_own_rules_know_it(tmp_path: Path) -> None:
+    with DaemonProcess(str(tmp_path / "store"), "--keep-last", "2") as daemon:
+        for step in (1, 2):
+            save(daemon, f"step-{step}")
+        data = next((tmp_path / "store" / "step-2").glob("*.distcp"))
+        good = data.read_bytes()
+        flip(data)
+        assert daemon.cli("verify", "step-2").returncode == 1
+        save(daemon, "step-3")
+        said = pruned(daemon)
+        assert said["step-1"] == "kept: one of the last 2"
+        assert said["step-2"].startswith("kept: damaged (")
+        data.write_bytes(good)
+        assert daemon.cli("verify", "--all").returncode == 0
+        assert pruned(daemon, "--dry-run", "--keep-last", "2")["step-1"] == "deleted: no rule keeps it"
+        flip(data)
+        assert daemon.cli("verify", "--all").returncode == 1
+        save(daemon, "step-2")
+        assert pruned(daemon, "--dry-run", "--keep-last", "1")["step-2"] == "kept: the last one"
 
 
 def bytes_read(daemon: DaemonProcess) -> int:

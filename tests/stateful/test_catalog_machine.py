@@ -375,13 +375,16 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 4))
     def evict(self, count: int) -> None:
         """Memory is needed: the first few victims go."""
-        for token, _ in list(self.catalog.victims())[:count]:
+        offered = list(self.catalog.victims())
+        assert offered == sorted(offered, key=lambda victim: victim[1]), "what is precious goes last"
+        for token, precious in offered[:count]:
             attempt = self.catalog.holder(token)
             if attempt is None or token not in attempt.held:
                 continue  # went with another one
 
-            def call(token: str = token, attempt: Attempt = attempt) -> None:
+            def call(token: str = token, attempt: Attempt = attempt, precious: bool = precious) -> None:
                 self._check_victim(attempt)
+                assert precious or not (attempt.pending and attempt.record.durable), f"{attempt.name} may go although there is room"
                 self.excused.setdefault(attempt.name, "evicted")
                 self.disk.drop(token)
                 self._apply(self.catalog.evicted(token))

@@ -233,9 +233,14 @@ class LedgerMachine(RuleBasedStateMachine):
                 except Unavailable:
                     self.clock.now += 11
                 except WasDeleted as exc:
-                    if exc.entry is not None:
-                        with suppress(WrongPhase):
+                    while exc.entry is not None:  # until it has been taken away, by this one or another
+                        try:
                             Sweeper(store, ledger).delete(exc.entry)
+                        except Unavailable:
+                            continue
+                        except WrongPhase:
+                            break
+                        break
                     raise
                 else:
                     return
@@ -532,7 +537,12 @@ class LedgerMachine(RuleBasedStateMachine):
             id, _, name = found.key.rpartition("/")
             if id.endswith("/.ckptd"):
                 id, name = id.removesuffix("/.ckptd"), f".ckptd/{name}"
-            ours = debris.is_own(name) or is_temporary(name) or tombstone.is_list(name.rpartition("/")[2])
+            ours = (
+                debris.is_own(name)
+                or is_temporary(name)
+                or tombstone.is_list(name.rpartition("/")[2])
+                or tombstone.refused(name.rpartition("/")[2])
+            )
             assert not ours or found.key in kept, f"{found.key} was left"
 
 

@@ -434,6 +434,23 @@ def test_at_the_deadline_the_error_says_who_holds_the_memory(shm_dir):
     asyncio.run(run())
 
 
+def test_shards_of_one_save_that_can_never_fit_together_are_told_so(shm_dir):
+    async def run():
+        async with bench(shm_dir, 32 * MiB) as b:
+            other = await b.sealed(20 * MiB, "a")
+            with pytest.raises(
+                ArenaFull,
+                match=r"^no room for 10\.0 MiB: the shards of this save on this node need 30\.0 MiB or more together, which can never fit "
+                r"into 32\.0 MiB of memory, 4\.0 MiB of it kept back for metadata \(waited .* s\); raise --memory, or spread the state ",
+            ):
+                await b.arena.allocate(10 * MiB, "b", deadline=soon(), beside=lambda: {other.token})
+            await b.sealed(4 * MiB, "c")
+            with pytest.raises(ArenaFull, match=r"20\.0 MiB held by other shards of this save, 4\.0 MiB held by checkpoints that are not "):
+                await b.arena.allocate(8 * MiB, "b", deadline=soon(), beside=lambda: {other.token})
+
+    asyncio.run(run())
+
+
 def test_who_waits_long_is_in_the_log_once(shm_dir, monkeypatch, caplog):
     monkeypatch.setattr("ckptd.line.PATIENCE_SECONDS", 0.01)
 

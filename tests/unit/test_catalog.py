@@ -207,6 +207,19 @@ def test_older_durable_checkpoints_go_before_the_newest() -> None:
     assert [precious for _, precious in victims] == [False] * 6 + [True] * 3
 
 
+def test_an_outrun_promise_goes_after_what_the_store_has_and_only_if_nothing_else_makes_room() -> None:
+    driver = Driver()
+    promised, failed, older, newest = (driver.save(f"step-{step}")[0] for step in range(4))
+    for record in (older, newest):
+        driver.catalog.flushed(record.summary.attempt, 9)
+    driver.catalog.failed(failed.summary.attempt, "denied")
+    passing, _ = driver.save("step-4", durable=False)
+    driver.save("step-5")
+    over = [(token, False) for record in (passing, older) for token in sorted(tokens(record))]
+    precious = [(token, True) for record in (promised, failed, newest) for token in sorted(tokens(record))]
+    assert list(driver.catalog.victims()) == [*over, *precious]
+
+
 def test_what_not_all_have_accepted_loses_its_memory_before_what_is_a_promise() -> None:
     driver = Driver()
     promised, _ = driver.save("step-1")
@@ -270,7 +283,7 @@ def test_memory_only_attempts_go_when_a_newer_one_of_the_run_is_accepted() -> No
     assert driver.catalog.to_flush() == []
     assert list(driver.catalog.victims()) == []
     driver.save("step-2", durable=False)
-    assert {token for token, _ in driver.catalog.victims()} == set(tokens(first))
+    assert {*driver.catalog.victims()} == {(token, False) for token in tokens(first)}
 
 
 def test_an_accepted_attempt_may_go_once_a_newer_one_is_durable() -> None:

@@ -696,7 +696,7 @@ def test_an_attempt_that_was_deleted_before_it_was_durable_never_is(root: Path, 
         save_stock(root, "step-1")
     before = ledger.entries()
     refused, other = contents(id, attempt_at(3)), contents(id, attempt_at(2))
-    bury(store, root, "step-1", refused.summary.attempt, before=0)
+    Sweeper(store, ledger).refuse(id, refused.summary.attempt)
     upload(store, id, refused)
     with pytest.raises(WrongPhase, match="has been deleted"):
         ledger.commit(id, refused, PICKLE)
@@ -715,9 +715,14 @@ def test_a_deletion_that_a_commit_meets_at_its_last_put_counts(root: Path, store
     manifest = contents(id, attempt_at(1))
     upload(store, id, manifest)
     recording = Recording(store)
-    # `late`: what another node had committed of the same attempt.
-    meant = f"{manifest.summary.attempt}-{mint_token()}.manifest" if late else manifest.summary.attempt
-    recording.after_put = lambda key: bury(store, root, "step-1", meant, before=0) if key == metadata_key(id) else None
+
+    def delete(key: str) -> None:
+        if key == metadata_key(id) and late:  # what another node had committed of the same attempt
+            bury(store, root, "step-1", f"{manifest.summary.attempt}-{mint_token()}.manifest", before=0)
+        elif key == metadata_key(id):
+            Sweeper(store, Ledger(store)).refuse(id, manifest.summary.attempt)
+
+    recording.after_put = delete
     with pytest.raises(WasDeleted) as raised:
         Ledger(recording).commit(id, manifest, PICKLE)
     assert raised.value.entry == Ledger(store).find(id)

@@ -169,10 +169,10 @@ def test_that_an_attempt_was_deleted_before_it_was_durable_is_remembered_for_a_d
     sweeper.refuse(an_id("a"), found.summary.attempt)
     save(store, "b", 1)
     sweeper.refuse(an_id("b"), found.summary.attempt)
-    kept = of_kind(root, ".deleted")
+    kept = of_kind(root, ".refused")
     assert len(kept) == 2
     assert sweep(store, now=later(REFUSAL_SECONDS - 60), **AT_ONCE) == Swept()
-    assert of_kind(root, ".deleted") == kept
+    assert of_kind(root, ".refused") == kept
     upload(store, found)
     with pytest.raises(WrongPhase, match="has been deleted"):
         Ledger(store).commit(an_id("a"), found, PICKLE)

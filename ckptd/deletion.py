@@ -1,0 +1,163 @@
+"""One checkpoint goes because somebody asks for it: from the store, from this node's memory, and from that of others.
+
+Promises: a deletion that failed has not thrown a newer save away; no attempt of an id is committed here while the id is being
+deleted; what another node holds does not come back, as far as any node that answers knows of it. What the store and the other
+nodes have both not heard of is said, and owed to the next call. Lives on the loop; the store is worked on in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import Executor
+from contextlib import suppress
+from typing import Final, TypeVar
+
+from ckptd import errors, parts
+from ckptd.attempt import is_joint
+from ckptd.ledger import Ledger
+from ckptd.model import CheckpointId
+from ckptd.node import Node
+from ckptd.restore import Restore
+from ckptd.ring import participants
+from ckptd.scan import Entry
+from ckptd.sweeper import Deleted, Sweeper
+from ckptd.v1.daemon_pb2 import Checkpoint
+from ckptd.v1.manifest_pb2 import Record
+
+log = logging.getLogger(__name__)
+
+#: Of an attempt that needs no deleting any more.
+OVER: Final = (Checkpoint.ABORTED, Checkpoint.DURABLE)
+
+T = TypeVar("T")
+
+
+async def nobody_else(_: Record, __: str) -> bool:
+    """This node is alone."""
+    return True
+
+
+class Deletion:
+    """Deletes for one daemon, one checkpoint at a time: its caller sees to that."""
+
+    def __init__(self, node: Node, restore: Restore, ledger: Ledger, sweeper: Sweeper, threads: Executor) -> None:
+        self.node = node
+        self.restore = restore
+        self.ledger = ledger
+        self.sweeper = sweeper
+        self.threads = threads
+        #: Tells the other nodes that hold an attempt that it goes; whether all have heard.
+        self.abandon: Callable[[Record, str], Awaitable[bool]] = nobody_else
+        #: Attempts that were deleted here, of which neither all other nodes nor the store know it.
+        self._owed: dict[CheckpointId, set[str]] = {}
+
+    async def delete(self, checkpoint: CheckpointId) -> Deleted:
+        """Returns what goes from the store.
+
+        Raises NotFound; WrongPhase if it is pinned or a load reads it; Unavailable if it may come back without a second deletion.
+        """
+        entry = await self._find(checkpoint)
+        if entry is not None and entry.pinned:
+            raise errors.WrongPhase(f"{checkpoint} is pinned: `ckptd unpin {checkpoint}` first")
+        held = [one for one in self.node.catalog.attempts.values() if one.id == checkpoint and (one.restorable or one.pending)]
+        pending, known = await self._elsewhere(checkpoint)
+        if checkpoint in self.restore.reading():
+            raise errors.WrongPhase(f"{checkpoint} cannot be deleted now: a load reads it; try again when that has ended")
+        owed = self._owed.get(checkpoint, set())
+        if entry is None and not held and not pending and not owed:
+            raise errors.NotFound(f"no checkpoint {checkpoint} in the store or in memory; `ckptd list` shows what is there")
+        self.node.backlog.held.add(checkpoint)
+        try:
+            self.node.backlog.stop_of(checkpoint)
+            while self.node.backlog.flushing(checkpoint):
+                await self.node.changed()
+            return await self._delete(checkpoint, pending, known | owed)
+        finally:
+            self.node.backlog.held.discard(checkpoint)
+            self.node.wake()
+
+    # -- inside -----------------------------------------------------------------------------
+
+    async def _delete(self, checkpoint: CheckpointId, pending: list[Record], known: set[str]) -> Deleted:
+        entry = await self._find(checkpoint)  # what was on its way may have arrived
+        deleted = Deleted(checkpoint, 0, 0) if entry is None else await self._run(self.sweeper.delete, entry)
+        if entry is not None and entry.attempt is not None and self.node.address:
+            known = known | {entry.attempt}  # a node that was away since before it was durable does not know that, either
+        shared = [one.record for one in self.node.catalog.attempts.values() if one.id == checkpoint and one.joint and one.held]
+        noted = await self._refuse(checkpoint, known)
+        if not noted and (pending or checkpoint in self._owed):
+            self._owed[checkpoint] = known
+        # Not before: a deletion that failed must not have thrown a newer save away.
+        self.node.forget(checkpoint)
+        unheard = await self._tell(pending)
+        await self._tell(record for record in shared if record not in pending)  # it is durable, and memory keeps it
+        if noted or (pending and not unheard):
+            self._owed.pop(checkpoint, None)
+        if checkpoint in self._owed:
+            raise errors.Unavailable(
+                f"{checkpoint} is deleted here; a node that holds it did not hear of it, and the store {self.ledger.url} takes no "
+                "note of it: delete it again once one of them answers, else it may come back with that node"
+            )
+        for record in pending:  # who has not heard finds nothing to commit
+            await self._run(self._forget_parts, checkpoint, record.summary.attempt)
+        entry = await self._find(checkpoint) if known else None
+        if entry is not None and entry.attempt in known:
+            # Another node has committed it meanwhile. If it has taken that away itself by now, so much the better.
+            with suppress(errors.WrongPhase):
+                deleted = await self._run(self.sweeper.delete, entry)
+        if unheard:  # when they are back they find a note in the store
+            log.warning("%s is deleted; a node that holds attempt %s of it did not hear of it yet", checkpoint, ", ".join(unheard))
+        return deleted
+
+    async def _elsewhere(self, checkpoint: CheckpointId) -> tuple[list[Record], set[str]]:
+        """Saves of that id that other nodes hold and that are on their way to the store, or may be; and attempts that may come back.
+
+        These are the same, and of what is over the newest that each other node took part in: if it is away, it may not know.
+        """
+        if not self.restore.peers.known:
+            return [], set()
+        seen = await self.restore.whereabouts.survey(checkpoint, every=True)
+        pending = [
+            one.record
+            for one in seen.values()
+            if one.record is not None and one.state not in OVER and (one.own is None or is_joint(one.record))
+        ]
+        newest = {
+            node: attempt.name
+            for attempt in sorted(self.node.catalog.attempts.values(), key=lambda attempt: attempt.name)
+            if attempt.id == checkpoint and attempt.joint
+            for node in participants(attempt.record)
+            if node != self.node.name
+        }
+        return pending, {record.summary.attempt for record in pending} | set(newest.values())
+
+    async def _tell(self, records: Iterable[Record]) -> list[str]:
+        """The attempts of which some node did not hear that they were deleted."""
+        told = list(records)
+        heard = await asyncio.gather(*(self.abandon(record, "it was deleted") for record in told))
+        return [record.summary.attempt for record, all_heard in zip(told, heard, strict=True) if not all_heard]
+
+    async def _refuse(self, checkpoint: CheckpointId, attempts: Iterable[str]) -> bool:
+        """None of them becomes durable any more, on whichever node; whether the store takes a note of that."""
+        try:
+            for attempt in sorted(attempts):
+                await self._run(self.sweeper.refuse, checkpoint, attempt)
+        except (errors.StoreError, errors.Unavailable) as exc:
+            log.warning("the store takes no note of the deletion of %s: %s", checkpoint, exc)
+            return False
+        return True
+
+    def _forget_parts(self, checkpoint: CheckpointId, attempt: str) -> None:
+        keys = [key for of_rank in parts.listed(self.sweeper.store, checkpoint, attempt).values() for key in of_rank]
+        self.sweeper.store.delete(keys)
+
+    async def _find(self, checkpoint: CheckpointId) -> Entry | None:
+        try:
+            return await self._run(self.ledger.find, checkpoint)
+        except errors.NotFound:
+            return None
+
+    async def _run(self, call: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.threads, call, *arguments)
