@@ -217,6 +217,7 @@ class Backlog:
             log.warning("flush of %s failed, try %d, again in %.1f s: %s", checkpoint, retry.tries, pause, exc)
             self.catalog.delayed(name, f"{retry.tries} {'try' if retry.tries == 1 else 'tries'} failed: {exc}")
         except errors.WrongPhase as exc:
+            attempt.deleted |= isinstance(exc, WasDeleted) and exc.entry is not None
             log.warning("flush of %s ended: %s", checkpoint, exc)
             self.apply(self.catalog.aborted(name, str(exc)))
         except errors.CkptdError as exc:
@@ -258,7 +259,7 @@ class Backlog:
             entry = self.ledger.find(attempt.id) if there is not None and attempt.deleted else None
         except WasDeleted as exc:
             entry = exc.entry
-        except (errors.NotFound, errors.WrongPhase):  # a newer one is there
+        except (errors.NotFound, errors.WrongPhase, errors.Corrupt):  # a newer one is there, or one that a person has to look at
             return
         if entry is not None and entry.attempt == attempt.name:
             with suppress(errors.WrongPhase):  # by another one, meanwhile

@@ -299,7 +299,8 @@ class Commits:
         if attempt is None:
             return
         if attempt.state != Checkpoint.DURABLE or deleted:
-            attempt.was_durable, attempt.deleted = attempt.state == Checkpoint.DURABLE, deleted
+            attempt.was_durable |= attempt.state == Checkpoint.DURABLE
+            attempt.deleted |= deleted
             log.warning("attempt %s of %s is abandoned: %s", name, attempt.id, reason)
             self.node.apply(self.node.catalog.aborted(name, reason))
 

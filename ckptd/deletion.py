@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import Final, TypeVar
 
 from ckptd import errors, parts
-from ckptd.attempt import is_joint
 from ckptd.ledger import Ledger
 from ckptd.model import CheckpointId
 from ckptd.node import Node
@@ -87,20 +86,19 @@ class Deletion:
             known = known | {entry.attempt}  # a node that was away since before it was durable does not know that, either
         shared = [one.record for one in self.node.catalog.attempts.values() if one.id == checkpoint and one.joint and one.held]
         noted = await self._refuse(checkpoint, known)
-        if not noted and (pending or checkpoint in self._owed):
-            self._owed[checkpoint] = known
         # Not before: a deletion that failed must not have thrown a newer save away.
         self.node.forget(checkpoint)
         unheard = await self._tell(pending)
         await self._tell(record for record in shared if record not in pending)  # it is durable, and memory keeps it
-        if noted or (pending and not unheard):
-            self._owed.pop(checkpoint, None)
-        if checkpoint in self._owed:
+        heard = {record.summary.attempt for record in pending}.difference(unheard)
+        owed = self._owed.pop(checkpoint, set()).difference(heard).union(unheard)
+        if owed and not noted:
+            self._owed[checkpoint] = owed
             raise errors.Unavailable(
                 f"{checkpoint} is deleted here; a node that holds it did not hear of it, and the store {self.ledger.url} takes no "
                 "note of it: delete it again once one of them answers, else it may come back with that node"
             )
-        for record in pending:  # who has not heard finds nothing to commit
+        for record in pending:
             await self._run(self._forget_parts, checkpoint, record.summary.attempt)
         entry = await self._find(checkpoint) if known else None
         if entry is not None and entry.attempt in known:
@@ -116,14 +114,10 @@ class Deletion:
 
         These are the same, and of what is over the newest that each other node took part in: if it is away, it may not know.
         """
-        if not self.restore.peers.known:
+        if not self.restore.peers.known and not any(one.id == checkpoint and one.joint for one in self.node.catalog.attempts.values()):
             return [], set()
         seen = await self.restore.whereabouts.survey(checkpoint, every=True)
-        pending = [
-            one.record
-            for one in seen.values()
-            if one.record is not None and one.state not in OVER and (one.own is None or is_joint(one.record))
-        ]
+        others = {name: one for name, one in seen.items() if one.state not in OVER and (one.own is None or one.own.joint)}
         newest = {
             node: attempt.name
             for attempt in sorted(self.node.catalog.attempts.values(), key=lambda attempt: attempt.name)
@@ -131,7 +125,7 @@ class Deletion:
             for node in participants(attempt.record)
             if node != self.node.name
         }
-        return pending, {record.summary.attempt for record in pending} | set(newest.values())
+        return [one.record for one in others.values() if one.record is not None], {*others, *newest.values()}
 
     async def _tell(self, records: Iterable[Record]) -> list[str]:
         """The attempts of which some node did not hear that they were deleted."""
@@ -150,8 +144,10 @@ class Deletion:
         return True
 
     def _forget_parts(self, checkpoint: CheckpointId, attempt: str) -> None:
-        keys = [key for of_rank in parts.listed(self.sweeper.store, checkpoint, attempt).values() for key in of_rank]
-        self.sweeper.store.delete(keys)
+        """Who has not heard finds nothing to commit; else a sweep takes them."""
+        with suppress(errors.StoreError, errors.Unavailable):
+            keys = [key for of_rank in parts.listed(self.sweeper.store, checkpoint, attempt).values() for key in of_rank]
+            self.sweeper.store.delete(keys)
 
     async def _find(self, checkpoint: CheckpointId) -> Entry | None:
         try:

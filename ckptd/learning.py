@@ -55,7 +55,8 @@ class Learning:
 
     async def ask(self, run: str, question: Callable[[], Awaitable[T]]) -> T:
         """The answer to a question that a save of the run has for the store. Unavailable, at once, while the store is away."""
-        if not await self.known(run):
+        self.begin(run)
+        if run in self._away:
             raise errors.Unavailable(f"the store {self._ledger.url} does not answer at present")
         try:
             return await asyncio.wait_for(question(), LEARN_SECONDS)

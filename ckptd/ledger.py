@@ -246,7 +246,7 @@ class Ledger:
         if now is not None and now.attempt is not None and now.attempt > attempt:
             raise WrongPhase(f"{id}: attempt {attempt} is superseded by attempt {now.attempt}, which is durable")
         there = now if now is not None and now.attempt == attempt else None
-        deletions = list(self._deletions(tombstones(id, marks))) if now is None or there else []
+        deletions = list(self._deletions(tombstones(id, marks)))
         gone = any(of[:24] == attempt and (there is None or of != there.save_id) for _, _, of in deletions)
         if gone or attempt in refusals(id, marks):  # but a deletion of exactly what is there is under way, or was given up
             raise WasDeleted(id, attempt, there)

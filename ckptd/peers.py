@@ -125,9 +125,8 @@ class Peers:
 
     def learn(self, addresses: Iterable[str]) -> None:
         """There are daemons at these addresses; "" and the own one are fine."""
-        for address in addresses:
-            if address and address != self.own and address not in self._selves:
-                self._known.setdefault(address)
+        fresh = {one for one in addresses if one.isascii()} - {"", self.own, *self._selves}  # others may say anything
+        self._known |= dict.fromkeys(sorted(fresh - self._known.keys()))
 
     def came_back(self, told: str) -> None:
         """A call has come in that told this of itself: if it is this daemon's own call, the address that it called is no peer's."""
@@ -293,7 +292,8 @@ class Peers:
             else:
                 named = [("grpc.ssl_target_name_override", self._led[address])] if address in self._led else []
                 self._channels[address] = grpc.aio.secure_channel(address, self._credentials, options=[*_OPTIONS, *named])
-        return _Calling(cast("Any", PeerStub)(self._channels[address]), "" if idle else self.own, f"{self._word} {address}")
+        own = "" if idle and address not in self._missed else self.own  # it may have forgotten this one while they were cut off
+        return _Calling(cast("Any", PeerStub)(self._channels[address]), own, f"{self._word} {address}")
 
     def _warn(self) -> None:
         """Names once each of the operator's peers that have never answered: a list that is wrong shows in nothing else."""

@@ -14,6 +14,7 @@ from ckptd.model import CheckpointId
 from ckptd.node import Node
 from ckptd.restore import Restore
 from ckptd.v1.daemon_pb2 import Checkpoint
+from ckptd.v1.manifest_pb2 import Summary
 
 #: How often is looked for what only other nodes can make durable.
 LOOK_SECONDS = 1.0
@@ -57,14 +58,20 @@ async def until_durable(restore: Restore, checkpoint: CheckpointId, token: str, 
 
 
 async def before_save(restore: Restore, checkpoint: CheckpointId) -> Checkpoint:
-    """What `resolve` tells a save of that id; while the store is away, what memory holds, or Unavailable, and nobody waits for it."""
+    """The durable checkpoint of an id that is to be saved; NotFound if there is none.
+
+    While the store is away nobody waits for it: Unavailable, unless memory holds a save of the id before which that was looked at.
+    """
+    node = restore.node
     try:
-        return await restore.node.learning.ask(checkpoint.run, lambda: restore.resolve(checkpoint))
+        entry = await node.learning.ask(checkpoint.run, lambda: restore.questions.ask("find", checkpoint, node.ledger.find))
     except errors.Unavailable:
-        here = restore.node.catalog.newest_of(checkpoint)
-        if here is None or not here.whole:
+        here = node.catalog.newest_of(checkpoint)
+        if here is None or here.record.only_new:
             raise
         return checkpoint_of(here)
+    summary = Summary(id=str(checkpoint), attempt=entry.attempt or "")
+    return Checkpoint(summary=summary, state=Checkpoint.DURABLE, stock=entry.attempt is None)
 
 
 async def _is_elsewhere(restore: Restore, checkpoint: CheckpointId, sealed_us: int) -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from ckptd.errors import Unavailable, WrongPhase
+from ckptd.errors import CkptdError, Unavailable, WrongPhase
 from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
 from daemons import FAULTY, DaemonProcess
 
@@ -62,6 +62,25 @@ def test_saves_are_accepted_and_loaded_while_the_store_is_away_and_durable_when_
     faulty.tell()
     faulty.wait("run/step-1")
     assert faulty.load("run/latest") == 1.0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:ckptd. :UserWarning")
+@pytest.mark.parametrize("outage", OUTAGES, ids=["fails", "hangs"])
+def test_saving_twice_while_the_store_is_away_replaces_nothing_that_was_durable_before(faulty: Faulty, outage: dict[str, Any]) -> None:
+    faulty.save("run/step-1", 1.0)
+    faulty.wait("run/step-1")
+    faulty.daemon.terminate()  # from here on the store alone knows of it
+    faulty.tell(**outage)
+    faulty.daemon.start()
+    faulty.save("run/step-1", 2.0)
+    faulty.save("run/step-1", 3.0)
+    faulty.tell()
+    with pytest.raises(CkptdError, match="durable already"):
+        faulty.wait("run/step-1")
+    found = {"t": torch.zeros(1000)}
+    dcp.load(found, storage_reader=dcp.FileSystemReader(faulty.store / "run" / "step-1"))
+    assert float(found["t"][0]) == 1.0
 
 
 def test_a_directory_that_is_moved_away_is_waited_for_and_never_taken_for_an_empty_one(tmp_path: Path) -> None:
