@@ -118,6 +118,7 @@ def test_a_store_whose_root_is_gone_is_an_error_and_not_an_empty_one(throttled: 
     assert throttled.load("run/latest") == 3.0
 
 
+@pytest.mark.slow
 def test_a_trainer_does_not_start_afresh_when_nobody_can_say_that_there_is_nothing(throttled: Throttled) -> None:
     throttled.tell(list_raises="503")
     trainer = subprocess.run(

@@ -141,6 +141,7 @@ def test_what_is_in_the_memory_of_others_after_a_deletion_is_no_reason_to_wait_f
                 load(host.address, ID, 2)
 
 
+@pytest.mark.slow
 def test_a_node_that_was_away_while_its_checkpoint_became_durable_and_was_deleted_does_not_bring_it_back(tmp_path: Path) -> None:
     store = Troubled(tmp_path)
     with store.hosts(2, replicas=1) as hosts:

@@ -86,6 +86,7 @@ def test_a_participant_that_is_gone_fails_the_save_and_is_named(tmp_path: Path) 
         assert [load(host.address, ID, 2) for host in hosts] == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_participant_that_stalls_fails_the_save_in_time_and_never_brings_back_older_state(tmp_path: Path) -> None:
     with Hosts(3, tmp_path / "store") as hosts:
         late = Save(addresses(hosts), ID, 1)
