@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ckptd.ledger import Ledger
+from ckptd.localstore import LocalStore
+from ckptd.model import CheckpointId
+from ckptd.sweeper import Sweeper
 from ckptd_client import wait
 from hosts import Troubled, until
 from joint import addresses, assert_stock_reads, listed, load, save
@@ -121,6 +125,21 @@ def test_what_another_node_alone_saved_and_is_not_durable_yet_is_deleted_too(tmp
             wait("run/step-0", address=host.address, timeout=60)
             assert listed(host, ID) == ""
         assert not (store.path / ID / ".metadata").exists()
+
+
+def test_what_one_node_alone_commits_after_another_has_deleted_it_goes_again(tmp_path: Path) -> None:
+    store = Troubled(tmp_path)
+    with store.hosts(1) as hosts:
+        (alone,) = hosts
+        store.tell(hold_after=2)  # its shard and the manifest
+        save([alone.address], ID, 1)
+        (manifest,) = until("nothing but .metadata is missing", lambda: list((store.path / ID / ".ckptd").glob("*.manifest")))
+        there = LocalStore(store.path)
+        Sweeper(there, Ledger(there)).refuse(CheckpointId.parse(ID), manifest.name[:24])  # the note of a node that does not reach this one
+        store.works()
+        until("the commit has given way", lambda: "has been deleted" in alone.daemon.log.read_text())
+        until("it is gone again", lambda: not (store.path / ID / ".metadata").exists())
+        assert listed(alone, ID) == ""
 
 
 def test_what_is_in_the_memory_of_others_after_a_deletion_is_no_reason_to_wait_for_it(tmp_path: Path) -> None:

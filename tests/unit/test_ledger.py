@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import saved
 from ckptd import codec, metadata, tombstone
 from ckptd import manifest as manifests
 from ckptd.errors import Corrupt, InvalidRequest, NotFound, StoreError, Unavailable, WrongPhase
@@ -707,6 +708,17 @@ def test_an_attempt_that_was_deleted_before_it_was_durable_never_is(root: Path, 
     upload(store, id, other)
     ledger.commit(id, other, PICKLE)
     assert ledger.find(id).attempt == other.summary.attempt
+
+
+def test_an_attempt_that_was_deleted_does_not_replace_what_stock_has_saved_since(store: Store, ledger: Ledger) -> None:
+    id = CheckpointId.parse("step-1")
+    manifest = save(store, "step-1", 1)
+    Sweeper(store, ledger).delete(ledger.find(id))
+    saved.save_stock(store, "step-1", {"__0_0.distcp": b"data"})
+    before = store.get(metadata_key(id))
+    with pytest.raises(WasDeleted):
+        Ledger(store).commit(id, manifest, PICKLE)
+    assert store.get(metadata_key(id)) == before
 
 
 @pytest.mark.parametrize("late", [False, True])
