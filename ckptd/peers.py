@@ -21,6 +21,7 @@ from ckptd import errors, tls
 from ckptd.addresses import host_of
 from ckptd.lookup import behind, is_numeric
 from ckptd.model import mint_token
+from ckptd.statuses import KIND_KEY
 from ckptd.v1.peer_pb2 import WatchRequest
 from ckptd.v1.peer_pb2_grpc import PeerStub
 
@@ -32,8 +33,6 @@ PEER_KEY: Final = "ckptd-peer"
 INTRODUCES_KEY: Final = "ckptd-introduces"
 #: Metadata key under which a caller tells a word that it alone knows, and the address that it calls: it may be its own.
 CALLS_KEY: Final = "ckptd-calls"
-#: Trailing metadata key that carries the kind of an error.
-KIND_KEY: Final = "ckptd-kind"
 #: How long a peer may take to answer what costs it nothing.
 ANSWER_SECONDS: Final = 3.0
 #: One that could not be reached is asked again after this time, later and later.
