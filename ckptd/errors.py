@@ -9,6 +9,8 @@ codes stand here by name so that this room needs no gRPC.
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 
 class CkptdError(Exception):
     """Base of all errors of this project."""
@@ -79,3 +81,13 @@ class Corrupt(CkptdError):
 TABLE: dict[str, type[CkptdError]] = {
     kind.__name__: kind for kind in (InvalidRequest, NotFound, WrongPhase, StoreError, LeaseLost, ArenaFull, Unavailable, Corrupt)
 }
+#: Trailing metadata key that carries the kind.
+KIND_KEY: Final = "ckptd-kind"
+
+
+def kind_of(failed: Any) -> type[CkptdError] | None:
+    """The class that a daemon raised, from the gRPC error that its call ended with; None if no daemon of ours answered."""
+    for key, value in failed.trailing_metadata() or ():
+        if key == KIND_KEY:
+            return TABLE.get(value.decode() if isinstance(value, bytes) else value, CkptdError)  # another version may know more kinds
+    return None

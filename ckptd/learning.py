@@ -59,7 +59,8 @@ class Learning:
         if run in self._away:
             raise errors.Unavailable(f"the store {self._ledger.url} does not answer at present")
         try:
-            return await asyncio.wait_for(question(), LEARN_SECONDS)
+            async with asyncio.timeout(LEARN_SECONDS):
+                return await question()
         except (TimeoutError, errors.Unavailable, errors.StoreError) as exc:
             self._known.discard(run)  # until it answers again, nobody else waits
             self.begin(run)

@@ -215,7 +215,8 @@ class Node:
             attempt = self.backlog.next()
             if attempt is None:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), self.backlog.pause_seconds())
+                    async with asyncio.timeout(self.backlog.pause_seconds()):
+                        await changed.wait()
             else:
                 await self.backlog.flush(attempt)
                 self._notify()
@@ -240,7 +241,8 @@ class Node:
         while self.backlog.busy and time.monotonic() < deadline:
             changed = self._changed
             try:
-                await asyncio.wait_for(changed.wait(), deadline - time.monotonic())
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await changed.wait()
             except TimeoutError:
                 break
         self.backlog.stop_all()

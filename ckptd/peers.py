@@ -21,7 +21,6 @@ from ckptd import errors, tls
 from ckptd.addresses import host_of
 from ckptd.lookup import behind, is_numeric
 from ckptd.model import mint_token
-from ckptd.statuses import KIND_KEY
 from ckptd.v1.peer_pb2 import WatchRequest
 from ckptd.v1.peer_pb2_grpc import PeerStub
 
@@ -201,7 +200,8 @@ class Peers:
         until = time.monotonic() + patience_seconds
         while True:
             try:
-                reply = await asyncio.wait_for(make(self._stub(address, idle=idle)), seconds)
+                async with asyncio.timeout(seconds):
+                    reply = await make(self._stub(address, idle=idle))
             except (grpc.aio.AioRpcError, TimeoutError, asyncio.CancelledError) as exc:
                 failure = self._failed(address, doing, exc, idle=idle)
                 if not (isinstance(failure, errors.Unavailable) and address in self._gone) or time.monotonic() >= until:
@@ -240,11 +240,14 @@ class Peers:
         while True:
             call = make(self._stub(address))
             try:
-                while (reply := await asyncio.wait_for(call.read(), stall_seconds)) is not _EOF:
+                while True:
+                    async with asyncio.timeout(stall_seconds):
+                        reply = await call.read()
+                    if reply is _EOF:
+                        return
                     self._there(address)
                     begun = True
                     yield reply
-                return
             except (grpc.aio.AioRpcError, TimeoutError, asyncio.CancelledError) as exc:
                 failure = self._failed(address, doing, exc)
                 refused = isinstance(exc, grpc.aio.AioRpcError) and isinstance(failure, errors.Unavailable) and address in self._gone
@@ -315,11 +318,9 @@ class Peers:
             # The channel was closed under the call: see `called`. That the daemon is there somebody knows better.
             return errors.Unavailable(f"the ckptd daemon at {address} does not answer: it was asked to {doing}")
         if isinstance(exc, grpc.aio.AioRpcError):
-            for key, value in cast("Any", exc.trailing_metadata() or ()):
-                if key == KIND_KEY:  # it answered
-                    self._there(address)
-                    kind = errors.TABLE.get(value.decode() if isinstance(value, bytes) else value, errors.CkptdError)
-                    return kind(f"the ckptd daemon at {address}: {exc.details()}")
+            if (kind := errors.kind_of(exc)) is not None:  # it answered
+                self._there(address)
+                return kind(f"the ckptd daemon at {address}: {exc.details()}")
             details = exc.details() or exc.code().name
             why = tls.meaning(details, with_tls=self._credentials is not None)
             how = f"{why} [{details}]" if why else f"cannot be reached ({details})"

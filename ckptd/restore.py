@@ -90,7 +90,8 @@ class Restore:
                 here = self.node.catalog.newest_of(target)
                 in_memory = (here is not None and here.whole) or any(one.restorable for one in seen.values())
                 patience = PATIENCE_SECONDS if in_memory else None
-                entry = await asyncio.wait_for(self.questions.ask("find", target, self.ledger.find), patience)
+                async with asyncio.timeout(patience):
+                    entry = await self.questions.ask("find", target, self.ledger.find)
             else:
                 entry = await self.questions.ask("latest", target, self.ledger.latest)
         except errors.NotFound:

@@ -168,7 +168,11 @@ class Bucket:
         return self._bounded(self._fs._call_s3(operation, Bucket=self.name, **arguments))  # noqa: SLF001 - call_s3 waits without end
 
     def _bounded(self, call: Coroutine[Any, Any, T]) -> T:
-        return fsspec.asyn.sync(self._fs.loop, asyncio.wait_for, call, _REQUEST_SECONDS)  # type: ignore[no-any-return]
+        async def bounded() -> T:
+            async with asyncio.timeout(_REQUEST_SECONDS):
+                return await call
+
+        return fsspec.asyn.sync(self._fs.loop, bounded)  # type: ignore[no-any-return]
 
     def _uploads(self, prefix: str) -> Iterator[dict[str, Any]]:
         more: dict[str, str] = {}

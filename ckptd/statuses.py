@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import grpc
@@ -17,8 +17,6 @@ import grpc
 from ckptd import errors
 
 log = logging.getLogger(__name__)
-#: Trailing metadata key that carries the kind of an error.
-KIND_KEY: Final = "ckptd-kind"
 #: Headers have bounds of their own; a longer message would replace itself by a protocol error.
 LONGEST_MESSAGE: Final = 4_000
 
@@ -51,41 +49,33 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
             stream = handler.stream_stream or handler.unary_stream
 
             async def streaming(request: Any, context: Context) -> AsyncIterator[Any]:
-                with self._answered():
-                    try:
-                        async for reply in stream(request, context):
-                            yield reply
-                    except Exception as exc:  # noqa: BLE001 - every error gets its status here
-                        await refuse(context, exc, method)
-                    except asyncio.CancelledError:
-                        if not self._ended:  # the caller has gone
-                            raise
-                        await cut_off(context)
+                async with self._answered(context, method):
+                    async for reply in stream(request, context):
+                        yield reply
 
             make: Any = grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
             return make(streaming, handler.request_deserializer, handler.response_serializer)
 
         async def unary(request: Any, context: Context) -> Any:
-            with self._answered():
-                try:
-                    return await handler.unary_unary(request, context)
-                except Exception as exc:  # noqa: BLE001 - every error gets its status here
-                    await refuse(context, exc, method)
-                except asyncio.CancelledError:
-                    if not self._ended:  # the caller has gone
-                        raise
-                    await cut_off(context)
+            async with self._answered(context, method):
+                return await handler.unary_unary(request, context)
 
         return grpc.unary_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)
 
-    @contextmanager
-    def _answered(self) -> Iterator[None]:
-        """Inside it, this task is a call's."""
+    @asynccontextmanager
+    async def _answered(self, context: Context, method: str) -> AsyncIterator[None]:
+        """Inside it, this task is a call's, and what it raises is what the call ends with."""
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
         try:
             yield
+        except Exception as exc:  # noqa: BLE001 - every error gets its status here
+            await refuse(context, exc, method)
+        except asyncio.CancelledError:
+            if not self._ended:  # the caller has gone
+                raise
+            await cut_off(context)
         finally:
             self._running.discard(task)
 
@@ -103,6 +93,6 @@ async def refuse(context: Context, exc: Exception, method: str) -> None:
         for kind in type(exc).__mro__:
             if kind.__name__ in errors.TABLE:
                 status = getattr(grpc.StatusCode, exc.status)
-                await context.abort(status, str(exc)[:LONGEST_MESSAGE], trailing_metadata=((KIND_KEY, kind.__name__),))
+                await context.abort(status, str(exc)[:LONGEST_MESSAGE], trailing_metadata=((errors.KIND_KEY, kind.__name__),))
     log.error("%s failed", method, exc_info=exc)
     await context.abort(grpc.StatusCode.INTERNAL, f"the daemon failed on {method}: {type(exc).__name__}: {exc} (its log has more)")

@@ -174,7 +174,8 @@ class Upkeep:
                     self._due[run] = loop.time() + RETRY_SECONDS
             pause = min(self._due.values(), default=loop.time() + SWEEP_SECONDS) - loop.time()
             try:
-                await asyncio.wait_for(self._woken.wait(), max(0.0, pause))
+                async with asyncio.timeout(max(0.0, pause)):
+                    await self._woken.wait()
             except TimeoutError:
                 continue
 

@@ -65,7 +65,8 @@ class Watch:
             self._woken.clear()
             await self._round()
             try:
-                await asyncio.wait_for(self._woken.wait(), ROUND_SECONDS)
+                async with asyncio.timeout(ROUND_SECONDS):
+                    await self._woken.wait()
             except TimeoutError:
                 continue
 

@@ -215,7 +215,8 @@ class Whereabouts:
             ranks = frozenset(receipt.rank for receipt in seen.missing)
             asked = self.questions.ask("parts", (id, name, ranks), lambda of: parts.find(self.store, *of).shards)
             try:
-                known[name] = await asyncio.wait_for(asked, PARTS_SECONDS)
+                async with asyncio.timeout(PARTS_SECONDS):
+                    known[name] = await asked
             except (CkptdError, TimeoutError) as exc:
                 log.info("what is in the store of %s is not known: %s", id, exc)
         seen.stored = known[name]

@@ -188,10 +188,8 @@ def _rebuilt(address: str, deadline_seconds: float | None) -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         details = str(error.details() or "")
-        kinds = [entry.value for entry in error.trailing_metadata() or () if entry.key == "ckptd-kind"]
-        kind = str(kinds[0]) if kinds else ""
-        if kind in errors.TABLE:
-            raise errors.TABLE[kind](details) from error
+        if (kind := errors.kind_of(error)) is not None:
+            raise kind(details) from error
         code = error.code()
         if code is grpc.StatusCode.UNAVAILABLE:
             secret = "" if is_unix(address) else " (or it speaks TLS: use its unix socket)"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import grpc
 
 from ckptd import __version__
-from ckptd.errors import TABLE, CkptdError, InvalidRequest, Unavailable, WrongPhase
+from ckptd.errors import CkptdError, InvalidRequest, Unavailable, WrongPhase, kind_of
 from ckptd.v1 import daemon_pb2, daemon_pb2_grpc, manifest_pb2
 from ckptd_client.address import connect_seconds, resolve_address, save_seconds
 from ckptd_client.lease import Lease
@@ -45,14 +45,13 @@ _OPTIONS: Final = (
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
-_KIND: Final = "ckptd-kind"
 _GONE: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
 def rebuild(error: grpc.RpcError, address: str, doing: str) -> CkptdError:
     """The error of ``ckptd.errors`` that a failed call means; to be raised ``from`` it."""
     code, details = cast("Any", error).code(), cast("Any", error).details() or ""
-    kind = _kind(error)
+    kind = kind_of(error)
     if kind is not None:
         return kind(details if address in details else f"{details} (daemon at {address})")
     if code in _GONE:
@@ -66,15 +65,7 @@ def rebuild(error: grpc.RpcError, address: str, doing: str) -> CkptdError:
 def unanswered(error: BaseException) -> bool:
     """Whether the daemon gave no answer, so that nobody knows whether it did what was asked."""
     cause = error.__cause__
-    return isinstance(error, Unavailable) and isinstance(cause, grpc.RpcError) and _kind(cause) is None
-
-
-def _kind(error: grpc.RpcError) -> type[CkptdError] | None:
-    """The class that the daemon itself raised."""
-    for key, value in cast("Any", error).trailing_metadata() or ():
-        if key == _KIND:
-            return TABLE.get(value.decode() if isinstance(value, bytes) else value)
-    return None
+    return isinstance(error, Unavailable) and isinstance(cause, grpc.RpcError) and kind_of(cause) is None
 
 
 _warned: set[str] = set()
@@ -114,7 +105,7 @@ class Daemon:
             reply = self._stub.Hello(daemon_pb2.HelloRequest(version=__version__), timeout=timeout, wait_for_ready=True)
         except grpc.RpcError as error:
             rebuilt = rebuild(error, self.address, "say hello")
-            if isinstance(rebuilt, Unavailable) and _kind(error) is None:
+            if isinstance(rebuilt, Unavailable) and kind_of(error) is None:
                 rebuilt = Unavailable(
                     f"the ckptd daemon at {self.address} does not answer: is it stopped, or overloaded?"
                     if _accepts(self.address)

@@ -108,6 +108,38 @@ def test_a_call_of_a_task_that_is_cancelled_is_cancelled() -> None:
     with_silent(run)
 
 
+def test_a_cancellation_that_comes_with_the_answer_is_not_lost() -> None:
+    async def run(there: Peers, address: str, _: Silent) -> None:
+        replies: asyncio.Queue[asyncio.Future[pb.Bytes]] = asyncio.Queue()
+
+        class Call:
+            async def read(self) -> pb.Bytes:
+                reply = asyncio.get_running_loop().create_future()
+                await replies.put(reply)
+                return await reply
+
+            def cancel(self) -> None:
+                pass
+
+        async def once() -> None:
+            await there.call(address, "say something", lambda _: Call().read(), 0.2)
+            await asyncio.sleep(0)
+
+        async def often() -> None:
+            async for _ in there.stream(address, "send something", lambda _: Call(), 0.2):
+                pass
+
+        for call in (once, often):
+            task = asyncio.create_task(call())
+            reply = await replies.get()
+            reply.set_result(pb.Bytes())
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    with_silent(run)
+
+
 def test_after_the_end_nobody_is_called() -> None:
     async def run(there: Peers, address: str, _: Silent) -> None:
         await there.close()
