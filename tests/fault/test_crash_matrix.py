@@ -416,27 +416,28 @@ def run_matrix(server: ForkServer, scenario: Scenario, *, before: bool, after: r
         shutil.rmtree(stage.root, ignore_errors=True)
 
 
-QUICK = [SAVE, RESAVE]
-SLOW = [SUPERSEDE, EVICT, START, SHUTDOWN, LOAD, LARGE_LOAD, PRUNE, RETAIN, DELETE, DELETE_STUCK]
+OTHERS = [SUPERSEDE, EVICT, START, SHUTDOWN, LOAD, LARGE_LOAD, PRUNE, RETAIN, DELETE, DELETE_STUCK]
 #: "After" one effect is "before" the next, unless the daemon answers somebody in between: it does so after these.
 ANSWERED = re.compile("rename|unlink")
 THE_REST = re.compile("(?!rename|unlink)")
 
 
-@pytest.mark.parametrize("scenario", QUICK, ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize(
+    "scenario", [SAVE, pytest.param(RESAVE, marks=[pytest.mark.slow, pytest.mark.timeout(600)])], ids=lambda scenario: scenario.name
+)
 def test_a_kill_at_any_effect_of_a_save(server: ForkServer, scenario: Scenario) -> None:
     run_matrix(server, scenario, before=True, after=ANSWERED)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("scenario", QUICK, ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize("scenario", [SAVE, RESAVE], ids=lambda scenario: scenario.name)
 def test_a_kill_on_the_other_side_of_any_effect_of_a_save(server: ForkServer, scenario: Scenario) -> None:
     run_matrix(server, scenario, before=False, after=THE_REST)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("scenario", SLOW, ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize("scenario", OTHERS, ids=lambda scenario: scenario.name)
 def test_a_kill_at_any_effect(server: ForkServer, scenario: Scenario) -> None:
     run_matrix(server, scenario, before=True, after=ANSWERED)

@@ -55,6 +55,7 @@ class Saver(threading.Thread):
             self.error = exc
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_whatever_was_accepted_survives_twenty_kills_at_random_moments(tmp_path: Path) -> None:
     seed = time.time_ns()

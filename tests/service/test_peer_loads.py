@@ -193,6 +193,7 @@ def test_a_holder_that_is_killed_in_the_middle_of_a_load_is_named(tmp_path: Path
         assert load(hosts[1], "run/latest") == 7
 
 
+@pytest.mark.slow
 def test_a_holder_that_stalls_in_the_middle_of_a_load_is_named(tmp_path: Path) -> None:
     with Hosts(2, tmp_path / "store", memory=MEMORY) as hosts:
         save(hosts[0], "run/step-1", 7, durable=False)
@@ -273,6 +274,7 @@ def test_what_is_larger_than_the_memory_of_each_node_streams_through_all_of_them
         assert sum(host.bytes_from()["peer"] for host in hosts) > 0
 
 
+@pytest.mark.slow
 def test_an_owner_that_stalls_is_done_without(tmp_path: Path) -> None:
     only_in_the_store(str(tmp_path / "store"))
     with Hosts(3, tmp_path / "store", memory=MEMORY) as hosts:
