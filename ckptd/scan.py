@@ -175,23 +175,24 @@ def _looked(store: Store, id: CheckpointId) -> Entry | str | None:
 def _ids(store: Store, run: str | None) -> list[CheckpointId]:
     """Directories that may be checkpoints."""
     if run:
-        return _valid(f"{run}/{name}" for name in store.children(run)[1])
-    names = [str(id) for id in _valid(store.children("")[1])]
+        return ids_of(f"{run}/{name}" for name in store.children(run)[1])
+    names = [str(id) for id in ids_of(store.children("")[1])]
     if run == "":
-        return _valid(names)
+        return ids_of(names)
     found = []
     for name, (objects, directories) in zip(names, parallel(store.children, names), strict=True):
         if OWN_DIRECTORY in directories or any(_is_mark(there.key.rpartition("/")[2]) for there in objects):
             found.append(name)
         found += [f"{name}/{below}" for below in directories]
-    return _valid(found)
+    return ids_of(found)
 
 
 def _is_mark(name: str) -> bool:
     return name == METADATA_NAME or _DATA_FILE.fullmatch(name) is not None
 
 
-def _valid(names: Iterable[str]) -> list[CheckpointId]:
+def ids_of(names: Iterable[str]) -> list[CheckpointId]:
+    """Those of the names that are ids: a checkpoint cannot have any other."""
     ids = []
     for name in names:
         with contextlib.suppress(InvalidRequest):

@@ -19,10 +19,10 @@ from typing import Final
 from ckptd import debris, tombstone
 from ckptd.debris import Directory, Plan
 from ckptd.directory import elsewhere, listing, look, manifest_files, stock_files
-from ckptd.errors import CkptdError, Corrupt, InvalidRequest, NotFound, StoreError, Unavailable, WrongPhase
+from ckptd.errors import CkptdError, Corrupt, NotFound, StoreError, Unavailable, WrongPhase
 from ckptd.ledger import Ledger
 from ckptd.model import METADATA_NAME, OWN_DIRECTORY, CheckpointId, metadata_key, pin_key
-from ckptd.scan import Entry, parallel
+from ckptd.scan import Entry, ids_of, parallel
 from ckptd.store import Changed, Store, is_temporary, temporary_name
 from ckptd.v1.manifest_pb2 import Tombstone
 
@@ -274,10 +274,10 @@ class Sweeper:
     def _ids(self, run: str | None) -> list[CheckpointId]:
         """All directories that may be a checkpoint's, or may have been."""
         if run:
-            return _valid(f"{run}/{name}" for name in self.store.children(run)[1])
-        names = [str(id) for id in _valid(self.store.children("")[1])]
+            return ids_of(f"{run}/{name}" for name in self.store.children(run)[1])
+        names = [str(id) for id in ids_of(self.store.children("")[1])]
         below = parallel(self.store.children, names) if run is None else []
-        return _valid([*names, *(f"{name}/{one}" for name, (_, directories) in zip(names, below, strict=False) for one in directories)])
+        return ids_of([*names, *(f"{name}/{one}" for name, (_, directories) in zip(names, below, strict=False) for one in directories)])
 
     def _put(self, id: CheckpointId, name: str, note: Tombstone) -> str:
         """Puts a list; returns its key."""
@@ -320,11 +320,3 @@ def _count(swept: Swept, found: Directory, plan: Plan, *, condemned_go: bool = F
     swept.nbytes += debris.total_nbytes(found, go)
     swept.later_files += len(later)
     swept.later_nbytes += debris.total_nbytes(found, later)
-
-
-def _valid(names: Iterable[str]) -> list[CheckpointId]:
-    ids = []
-    for name in names:
-        with contextlib.suppress(InvalidRequest):
-            ids.append(CheckpointId.parse(name))
-    return ids

@@ -96,6 +96,13 @@ def save(
     one.finish()
 
 
+def save_replicated(hosts: Hosts, id: str, value: int) -> None:
+    """A save that all hosts take part in, until each knows of the copies."""
+    save(addresses(hosts), id, value)
+    for host in hosts:
+        host.daemon.until(id, "replicated")
+
+
 def load(address: str, id: str, world: int, numel: int = 10_000) -> int:
     """The value that the checkpoint holds, after comparing all of it. Raises what DCP raises."""
     found = blank(state(0, world, numel))

@@ -22,7 +22,7 @@ from ckptd.model import CheckpointId
 from ckptd.v1.peer_pb2 import AdoptRequest, TellRequest
 from ckptd_client import wait
 from hosts import Troubled, until
-from joint import addresses, adopted, assert_stock_reads, listed, load, peer, save
+from joint import addresses, adopted, assert_stock_reads, listed, load, peer, save, save_replicated
 
 # What the store's troubles make the daemons say to the next save.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:ckptd. :UserWarning")]
@@ -75,9 +75,7 @@ def becomes_durable_from_copies(home: Path, *, lost: int) -> None:
     """A node is lost for good when the others have copies of all that it held: they put it into the store."""
     store = Troubled(home)
     with store.hosts(3, replicas=1) as hosts:
-        save(addresses(hosts), ID, 1)
-        for host in hosts:
-            host.daemon.until(ID, "replicated")
+        save_replicated(hosts, ID, 1)
         hosts[lost].lose(wipe=True)
         store.works()
         for host in hosts:
@@ -105,9 +103,7 @@ def does_not_come_back(home: Path) -> None:
     """A node that holds a copy stands still while the checkpoint is saved again, and deleted."""
     store = Troubled(home)
     with store.hosts(2, replicas=1) as hosts:
-        save(addresses(hosts), ID, 1)
-        for host in hosts:
-            host.daemon.until(ID, "replicated")
+        save_replicated(hosts, ID, 1)
         hosts[1].stop()
         store.works()
         save([hosts[0].address], ID, 2, overwrite=True)
@@ -124,9 +120,7 @@ def is_uploaded_twice(home: Path) -> None:
     """A node stands still until others step in for it; then it goes on with what they have done."""
     store = Troubled(home)
     with store.hosts(3, replicas=1) as hosts:
-        save(addresses(hosts), ID, 1)
-        for host in hosts:
-            host.daemon.until(ID, "replicated")
+        save_replicated(hosts, ID, 1)
         hosts[1].stop()
         store.works()
         for host in (hosts[0], hosts[2]):

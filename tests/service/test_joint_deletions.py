@@ -13,7 +13,7 @@ from ckptd.model import CheckpointId
 from ckptd.sweeper import Sweeper
 from ckptd_client import wait
 from hosts import Troubled, until
-from joint import addresses, assert_stock_reads, listed, load, save
+from joint import addresses, assert_stock_reads, listed, load, save, save_replicated
 
 # What the store's troubles make the daemons say to the next save.
 pytestmark = pytest.mark.filterwarnings("ignore:ckptd. :UserWarning")
@@ -38,7 +38,7 @@ def test_a_commit_that_is_at_its_last_put_does_not_undo_a_deletion_on_another_no
         if committer == "is stopped":
             commits.cont()
         until("the commit has given way", lambda: "has been deleted" in commits.daemon.log.read_text())
-        assert not (store.path / ID / ".metadata").exists()
+        until("what it has put is gone again", lambda: not (store.path / ID / ".metadata").exists())
         assert [listed(host, ID) for host in hosts] == ["", ""]
         for host in hosts:
             with pytest.raises(CheckpointException, match="no checkpoint"):
@@ -52,9 +52,7 @@ def test_a_deletion_that_neither_all_nodes_nor_the_store_hear_of_says_so_and_onc
     store = Troubled(tmp_path)
     with store.hosts(2, replicas=1) as hosts:
         there, away = hosts
-        save(addresses(hosts), ID, 1)
-        for host in hosts:
-            host.daemon.until(ID, "replicated")
+        save_replicated(hosts, ID, 1)
         away.kill()
         done = there.daemon.cli("delete", ID)
         assert done.returncode == 3
@@ -75,9 +73,7 @@ def test_what_a_deleted_checkpoint_had_superseded_does_not_come_back_with_a_node
     store = Troubled(tmp_path)
     with store.hosts(2, replicas=1) as hosts:
         there, away = hosts
-        save(addresses(hosts), ID, 1)
-        for host in hosts:
-            host.daemon.until(ID, "replicated")
+        save_replicated(hosts, ID, 1)
         away.kill()
         store.works()
         save([there.address], ID, 2, overwrite=True)

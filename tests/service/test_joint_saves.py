@@ -12,7 +12,7 @@ from ckptd.errors import InvalidRequest, StoreError, Unavailable, WrongPhase
 from ckptd_client import wait
 from daemons import DaemonProcess
 from hosts import Hosts, Troubled, until
-from joint import Save, addresses, assert_stock_reads, listed, load, save
+from joint import Save, addresses, assert_stock_reads, listed, load, save, save_replicated
 from s3 import S3Server
 
 # What the store's troubles make the daemons say to the next save.
@@ -139,9 +139,7 @@ def test_a_daemon_that_is_killed_after_the_save_goes_on_where_it_was(tmp_path: P
 @pytest.mark.parametrize("lost", [0, 1], ids=["coordinator", "participant"])
 def test_what_a_node_held_that_is_lost_after_replication_is_loaded_from_its_copies(tmp_path: Path, lost: int) -> None:
     with Troubled(tmp_path).hosts(3, replicas=1) as hosts:
-        save(addresses(hosts), ID, 1)
-        for host in hosts:
-            host.daemon.until(ID, "replicated")
+        save_replicated(hosts, ID, 1)
         hosts[lost].lose(wipe=True)
         assert [load(host.address, "run/latest", 3) for host in hosts if host.running] == [1, 1]
         assert hosts.bytes_from()["store"] == 0
