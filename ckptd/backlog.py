@@ -281,8 +281,9 @@ class Backlog:
             self.catalog.failed(
                 name, f"another node says that it was durable, and {self.ledger.url} does not have it: was it removed there?"
             )
-        elif found.ranks and now - retry.since > LATE_SECONDS:
-            self.catalog.delayed(name, f"{found}: is {self.ledger.url} the same on all nodes, and can they write to it?")
+        elif found.ranks and now - retry.since > LATE_SECONDS and not attempt.doubtful:  # else the reason is known, and said
+            nodes = dict.fromkeys(f"node {r.node} at {r.address}" for r in attempt.record.shards if r.rank in found.ranks)
+            self.catalog.delayed(name, f"{found}: is {self.ledger.url} the same on all nodes, and can {', '.join(nodes)} write to it?")
 
     def _open(self) -> list[Attempt]:
         """What may be flushed now."""

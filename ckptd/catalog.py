@@ -213,9 +213,9 @@ class Catalog:
         return [StopFlush(name)]
 
     def found(self, name: str) -> None:
-        """The part that had been lost is back."""
+        """The part that had been lost is back, or what had failed is tried again."""
         attempt = self.attempts[name]
-        if attempt.state == Checkpoint.LOST and attempt.intact:
+        if attempt.state in (Checkpoint.LOST, Checkpoint.FAILED) and attempt.intact:
             attempt.state, attempt.reason = Checkpoint.ACCEPTED, ""
             self.troubles.pop(name, None)
 

@@ -23,8 +23,10 @@ class Incomplete(errors.CkptdError):
     """What this node could do for an attempt is done; the shards of `ranks` are not in the store yet. `news`: some of its own are now."""
 
     def __init__(self, ranks: Iterable[int], *, news: bool) -> None:
-        super().__init__(f"the shards of ranks {', '.join(map(str, ranks))} are not in the store yet")
         self.ranks = frozenset(ranks)
+        named = ", ".join(map(str, sorted(self.ranks)))
+        what = f"the shards of ranks {named} are" if len(self.ranks) > 1 else f"the shard of rank {named} is"
+        super().__init__(f"{what} not in the store yet")
         self.news = news
 
 

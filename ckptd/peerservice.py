@@ -45,6 +45,8 @@ class PeerService(PeerServicer):
     async def Tell(self, request: pb.TellRequest, context: Context) -> pb.TellReply:
         if request.accepted:
             self.commits.confirm(request.attempt)
+        if request.again:
+            self.watch.try_again(request.attempt)
         self.watch.look(request.attempt)
         return pb.TellReply()
 

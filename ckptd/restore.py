@@ -116,12 +116,14 @@ class Restore:
                 how = self.peers.distrust(silent[0]) or "does not answer"
                 why = f" that could be reached: the ckptd daemon at {silent[0]} {how}, and may hold one"
             elif not why:
-                why = "".join(f"; the ckptd daemon at {a}, which may hold one, {self.peers.distrust(a)}" for a in self._distrusted()[:1])
+                why = "".join(f"; the ckptd daemon at {a}, which may hold one, {how}" for a, how in self._away())
             if silent or any(not one.ended for one in parts):  # nobody may start from nothing because a node is slow to come back
                 raise errors.Unavailable(f"{what} in {self.fetcher.store.url} or in memory{why}; retry in some seconds")
             raise errors.NotFound(f"{what} in {self.fetcher.store.url} or in memory{why}; `ckptd list` shows what is there")
         if silent := self.whereabouts.silent():
-            log.warning("%s is the newest that is known: the ckptd daemons at %s do not answer", entry.id, ", ".join(silent))
+            log.warning(
+                "%s is the newest that is known: no answer comes from the ckptd daemon at %s", entry.id, " and the one at ".join(silent)
+            )
         return await (self.readable(entry) if to_open else self._line(entry))
 
     async def readable(self, entry: Entry) -> Checkpoint:
@@ -223,14 +225,19 @@ class Restore:
         now = [a for a in self.node.catalog.attempts.values() if not a.joint and a.restorable and a.state != Checkpoint.DURABLE]
         return [*now, *(attempt for attempt in before if attempt.restorable and attempt not in now)]
 
-    def _distrusted(self) -> list[str]:
-        """Peers that cannot be reached because of TLS."""
-        return [address for address in self.peers.known if self.peers.distrust(address)]
+    def _away(self) -> list[tuple[str, str]]:
+        """Peers that cannot be asked what they hold, the first few, and why; not those that have never been there."""
+        found = []
+        for address in self.peers.known:
+            gone = self.peers.gone_seconds(address) if self.peers.met(address) else 0.0
+            if how := self.peers.distrust(address) or (f"has not answered for {gone:.0f} s" if gone else ""):
+                found.append((address, how))
+        return found[:3]
 
     def _distrust(self, seen: Sighting) -> str:
         """Why nodes that hold what is missing cannot be reached, if TLS is the reason: to be added to what is said of them."""
         missing = {receipt.address for receipt in seen.missing}
-        return "".join(f"; the ckptd daemon at {a} {self.peers.distrust(a)}" for a in self._distrusted() if a in missing)
+        return "".join(f"; the ckptd daemon at {a} {why}" for a in self.peers.known if a in missing and (why := self.peers.distrust(a)))
 
     def _here(self, checkpoint: CheckpointId, name: str) -> Attempt | None:
         """The attempt, if this node's memory holds any of it that can be read."""

@@ -30,6 +30,8 @@ class Sighting:
     """By address: what has become of it there."""
     holders: dict[str, list[str]] = field(default_factory=dict)
     """By token: addresses of those that hold it, whole."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """By address: why it is no further there."""
     record: Record | None = None
     own: Attempt | None = None
     """What this node knows of it."""
@@ -75,12 +77,13 @@ class Sighting:
         """As the wire shows it; if it cannot be read, `reason` says which part of it is where."""
         if self.own is not None and not self.own.joint:
             return checkpoint_of(self.own)
-        reason = self.own.reason if self.own is not None else ""
-        if self.record is not None and not self.record.durable and self.state in PENDING:
-            reason = MEMORY_ONLY
         state = self.state
-        told = self.own is not None and self.own.doubtful and reason  # then it says the same, and since when
-        if self.missing and not told and state in (*PENDING, Checkpoint.LOST, Checkpoint.FAILED):
+        told = next((f"the daemon at {at} says: {why}" for at, why in self.reasons.items() if why and self.states[at] == state), "")
+        reason = (self.own.reason if self.own is not None else "") or told
+        if self.record is not None and not self.record.durable and state in PENDING:
+            reason = MEMORY_ONLY
+        known = self.own is not None and self.own.doubtful and reason  # then it says the same, and since when
+        if self.missing and not known and state in (*PENDING, Checkpoint.LOST, Checkpoint.FAILED):
             reason = "; ".join(filter(None, [*_why(self.missing), reason]))
         return Checkpoint(summary=self.summary, state=state, reason=reason)
 
@@ -98,6 +101,7 @@ def merged(own: Iterable[Attempt], told: Mapping[str, Iterable[Holding]]) -> dic
             if seen.summary.id != holding.summary.id:
                 continue
             seen.states[address] = holding.state
+            seen.reasons[address] = holding.reason
             for token in holding.held:
                 seen.holders.setdefault(token, []).append(address)
             if seen.record is None and holding.HasField("record"):

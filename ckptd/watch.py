@@ -86,17 +86,31 @@ class Watch:
         """The same, for whoever has the attempt itself."""
         self.look(attempt.name)
 
+    def try_again(self, name: str) -> None:
+        """Somebody has removed the cause and started another participant again: what has failed here as well is tried again with it."""
+        attempt = self.node.catalog.attempts.get(name)
+        if attempt is not None and attempt.state == Checkpoint.FAILED and attempt.intact:
+            log.info("%s is tried again: another node that holds it was started again", attempt.id)
+            self.node.backlog.recovered.add(name)
+            self._revive(attempt)
+
     def tell(self, attempt: Attempt, *, everybody: bool) -> None:
         """Something of the attempt is in the store that was not there before: the committer, or everybody, may be waiting for it."""
-        request = TellRequest(attempt=attempt.name)
         others = [address for address in self._others(attempt).values() if not self.peers.gone_seconds(address)]
-        task = asyncio.create_task(
-            self.peers.ask(others if everybody else others[:1], f"look at {attempt.id}", lambda stub: stub.Tell(request))
-        )
+        self._tell(others if everybody else others[:1], attempt, TellRequest(attempt=attempt.name))
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _tell(self, addresses: list[str], attempt: Attempt, request: TellRequest) -> None:
+        task = asyncio.create_task(self.peers.ask(addresses, f"look at {attempt.id}", lambda stub: stub.Tell(request)))
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
 
-    # -- inside -----------------------------------------------------------------------------
+    def _revive(self, attempt: Attempt) -> None:
+        """What had ended here goes on."""
+        self.node.catalog.found(attempt.name)
+        self.taken_over(attempt)  # its copies are fetched again
+        self.look(attempt.name)
 
     def _watched(self) -> list[Attempt]:
         attempts = self.node.catalog.attempts.values()
@@ -150,7 +164,8 @@ class Watch:
             self.confirmed(attempt.name)
         recovering = attempt.name in self.node.backlog.recovered and self.node.awake.now() - self._since[attempt.name] < LOST_SECONDS
         if fate.state == Checkpoint.FAILED and seen.fate is None and recovering:
-            seen.last = self.node.awake.now()  # this node has been started since, to try again, and the other has yet to be
+            seen.last = self.node.awake.now()  # this node has been started since, to try again, and the other has yet to
+            self._tell([self._others(attempt)[node]], attempt, TellRequest(attempt=attempt.name, again=True))
         elif _counts(attempt, node, fate):
             self._seen[attempt.name][node] = _Seen(fate, self.node.awake.now())
 
@@ -200,9 +215,7 @@ class Watch:
                 self.node.apply(catalog.lost(name, attempt.reason))
         elif attempt.state == Checkpoint.LOST and attempt.intact:
             log.warning("%s is back: all that it consists of is held again", attempt.id)
-            catalog.found(name)
-            self.taken_over(attempt)  # its copies are fetched again
-            self.look(name)
+            self._revive(attempt)
         elif attempt.pending and was_doubtful:
             attempt.reason = ""
 

@@ -70,9 +70,8 @@ class Whereabouts:
                 continue
             arena = self.node.arena
             held = [token for token in sorted(attempt.held) if token in arena and arena.get(token).path.exists()]
-            yield Holding(
-                summary=attempt.record.summary, state=attempt.state, held=held, record=attempt.record if request.with_record else None
-            )
+            record = attempt.record if request.with_record else None
+            yield Holding(summary=attempt.record.summary, state=attempt.state, held=held, record=record, reason=attempt.reason)
 
     # -- what others say --------------------------------------------------------------------
 

@@ -192,10 +192,10 @@ def _rebuilt(address: str, deadline_seconds: float | None) -> Iterator[None]:
             raise kind(details) from error
         code = error.code()
         if code is grpc.StatusCode.UNAVAILABLE:
-            secret = "" if is_unix(address) else " (or it speaks TLS: use its unix socket)"
+            secret = "" if is_unix(address) else ", or use its unix socket if it speaks TLS"
             raise errors.Unavailable(
-                f"no daemon answers at {address}: start one with `ckptd serve --store URL`{secret} "
-                "(all commands but status and drain can open the store itself, with --store URL)"
+                f"no daemon answers at {address}: start one with `ckptd serve --store URL`{secret}; "
+                "all commands but status and drain can open the store itself, with --store URL"
             ) from error
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             within = "" if deadline_seconds is None else f" within {deadline_seconds:.0f} s"

@@ -86,8 +86,8 @@ class Direct:
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 
     def delayed(self, target: str) -> str:
-        """Why a checkpoint is not durable yet: the store does not know."""
-        return ""
+        """Why a checkpoint is not durable yet: more than that it is not there, the store does not know."""
+        return f"there is no {target} in {self.where}, and whether it is on its way only a daemon knows"
 
     def prune(
         self,

@@ -35,7 +35,7 @@ def checkpoints(listed: Sequence[daemon_pb2.Checkpoint], where: str, run: str | 
     """One line per checkpoint."""
     if not listed:
         return f"no checkpoints {f'of run {run!r} ' if run is not None else ''}in {_plain(where)} yet\n"
-    table = _table("ID", "STEP", "STATE", "CREATED", "RAW", "STORED", "WORLD", "NOTE", right=("STEP", "RAW", "STORED", "WORLD"))
+    table = _table("ID", "STEP", "STATE", "CREATED (UTC)", "RAW", "STORED", "WORLD", "NOTE", right=("STEP", "RAW", "STORED", "WORLD"))
     for one in listed:
         number = documents.step(one)
         state = documents.state(one)

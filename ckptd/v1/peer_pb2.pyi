@@ -82,12 +82,14 @@ class WatchReply(_message.Message):
     def __init__(self, fates: _Optional[_Iterable[_Union[WatchReply.Fate, _Mapping]]] = ...) -> None: ...
 
 class TellRequest(_message.Message):
-    __slots__ = ("attempt", "accepted")
+    __slots__ = ("attempt", "accepted", "again")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
     attempt: str
     accepted: bool
-    def __init__(self, attempt: _Optional[str] = ..., accepted: bool = ...) -> None: ...
+    again: bool
+    def __init__(self, attempt: _Optional[str] = ..., accepted: bool = ..., again: bool = ...) -> None: ...
 
 class TellReply(_message.Message):
     __slots__ = ()
@@ -106,16 +108,18 @@ class HoldingsRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., id: _Optional[str] = ..., attempt: _Optional[str] = ..., with_record: bool = ...) -> None: ...
 
 class Holding(_message.Message):
-    __slots__ = ("summary", "state", "held", "record")
+    __slots__ = ("summary", "state", "held", "record", "reason")
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     summary: _manifest_pb2.Summary
     state: _daemon_pb2.Checkpoint.State
     held: _containers.RepeatedScalarFieldContainer[str]
     record: _manifest_pb2.Record
-    def __init__(self, summary: _Optional[_Union[_manifest_pb2.Summary, _Mapping]] = ..., state: _Optional[_Union[_daemon_pb2.Checkpoint.State, str]] = ..., held: _Optional[_Iterable[str]] = ..., record: _Optional[_Union[_manifest_pb2.Record, _Mapping]] = ...) -> None: ...
+    reason: str
+    def __init__(self, summary: _Optional[_Union[_manifest_pb2.Summary, _Mapping]] = ..., state: _Optional[_Union[_daemon_pb2.Checkpoint.State, str]] = ..., held: _Optional[_Iterable[str]] = ..., record: _Optional[_Union[_manifest_pb2.Record, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("token", "ranges")

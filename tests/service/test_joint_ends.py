@@ -53,6 +53,23 @@ def test_what_cannot_become_durable_on_one_node_fails_on_all(tmp_path: Path) -> 
                 wait(ID, address=host.address, timeout=30)
 
 
+def test_what_failed_on_several_nodes_is_tried_again_on_all_when_one_of_them_is_restarted(tmp_path: Path) -> None:
+    store = Troubled(tmp_path)
+    with store.hosts(4) as hosts:
+        store.raises("EACCES")
+        save(addresses(hosts)[:3], ID, 1)
+        for host in hosts[:3]:
+            host.daemon.until(ID, "failed")
+        told = hosts[3].daemon.list()[ID]
+        assert told["state"] == "failed"
+        assert "Permission denied" in told["reason"]  # though it took no part
+        store.works()
+        hosts[1].restart()
+        for host in hosts[:3]:
+            host.daemon.until(ID, "durable", timeout=60)
+        assert_stock_reads(store.path, ID, 1, 3)
+
+
 @pytest.mark.parametrize("deletes", [1, 2], ids=["a participant", "another node"])
 def test_a_deletion_on_any_node_reaches_those_that_still_hold_it(tmp_path: Path, deletes: int) -> None:
     store = Troubled(tmp_path)

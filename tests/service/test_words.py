@@ -42,7 +42,7 @@ def test_a_command_that_comes_over_tcp_to_a_daemon_with_tls_is_sent_to_the_socke
 ) -> None:
     said = complaint(capsys, command, "--address", host.peer)
     assert f"no daemon answers at {host.peer}" in said
-    assert "or it speaks TLS: use its unix socket" in said
+    assert "or use its unix socket if it speaks TLS" in said
     assert main([command, "--address", host.address]) == 0
 
 

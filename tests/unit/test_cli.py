@@ -155,7 +155,7 @@ def test_list_for_people_is_a_table_that_no_pipe_cuts(daemon: Played, capsys: py
     assert main(["list"]) == 0
     out = capsys.readouterr().out
     heading, _, row, *_ = out.splitlines()
-    assert heading.split() == ["ID", "STEP", "STATE", "CREATED", "RAW", "STORED", "WORLD", "NOTE"]
+    assert heading.split() == ["ID", "STEP", "STATE", "CREATED", "(UTC)", "RAW", "STORED", "WORLD", "NOTE"]
     assert "step-1 " in row
     assert "abandoned" in row
     assert long in out
