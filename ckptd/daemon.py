@@ -107,7 +107,7 @@ def put_together(settings: Settings, store: Store) -> Rooms:
     compute = ThreadPoolExecutor(os.cpu_count() or 1, "flush", initializer=be_nice)
     uploads = ThreadPoolExecutor(4, "upload", initializer=be_nice)
     threads = ThreadPoolExecutor(16, "store")
-    memory_threads = ThreadPoolExecutor(4, "memory")
+    memory_threads = ThreadPoolExecutor(16, "memory")
     flush_threads = ThreadPoolExecutor(1, "backlog")
     verify_threads = ThreadPoolExecutor(1, "verify", initializer=be_nice)
     fallback_threads = ThreadPoolExecutor(2, "fallback")

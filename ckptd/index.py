@@ -145,7 +145,7 @@ class Indexes:
         index.readers += 1
         if seen is not None and seen.record is not None and index.parsed is None:
             try:
-                index.parsed = await self._run(_parsed, index, seen.record)
+                index.parsed = await self._in_memory(_parsed, index, seen.record)
             except BaseException:
                 index.readers -= 1
                 raise
@@ -205,7 +205,7 @@ class Indexes:
         for address in sorted(seen.holders.get(receipt.token, [])):  # "" first: this node
             try:
                 if address == HERE:
-                    return await self._run(read_range, self.node.arena.get(receipt.token).path, start, end - start)
+                    return await self._in_memory(read_range, self.node.arena.get(receipt.token).path, start, end - start)
                 found = await pull_bytes(self.peers, address, receipt.token, start, end)
             except (KeyError, FileNotFoundError):
                 why.append("this node does not hold it any more")
@@ -221,7 +221,7 @@ class Indexes:
         whole = b"".join(parts)
         deadline = asyncio.get_running_loop().time() + INDEX_SECONDS
         allocated = await self.node.arena.allocate(len(whole), "", metadata=True, deadline=deadline)
-        await self._run(write_range, allocated.path, 0, whole)
+        await self._in_memory(write_range, allocated.path, 0, whole)
         self.node.arena.seal(allocated.token, len(whole))
         segment = self.node.arena.get(allocated.token)
         ends = list(itertools.accumulate(map(len, parts)))
@@ -254,6 +254,9 @@ class Indexes:
 
     def _made(self) -> dict[tuple[CheckpointId, str], Index]:
         return {key: task.result() for key, task in self._indexes.items() if task.done() and not failed(task)}
+
+    async def _in_memory(self, call: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.node.memory_threads, call, *arguments)
 
     async def _run(self, call: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.fetcher.threads, call, *arguments)

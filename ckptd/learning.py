@@ -46,9 +46,9 @@ class Learning:
     async def known(self, run: str) -> bool:
         """Whether the store has told the run's newest attempt; since the first question it is given LEARN_SECONDS."""
         self.begin(run)
-        patience = self._until[run] - asyncio.get_running_loop().time()
-        if run not in self._known | self._away and patience > 0:
-            await asyncio.wait([self._asking[run]], timeout=patience)
+        if run not in self._known | self._away:
+            patience = self._until[run] - asyncio.get_running_loop().time()
+            await asyncio.wait([self._asking[run]], timeout=max(0.0, patience))
             if run not in self._known:
                 self._wait_no_more(run)
         return run in self._known

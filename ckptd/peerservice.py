@@ -63,7 +63,7 @@ class PeerService(PeerServicer):
         if attempt is not None:
             catalog.pin(attempt.name)
         try:
-            async for piece in send(segment.path, ranges, lambda: token in arena, self.node.threads):
+            async for piece in send(segment.path, ranges, lambda: token in arena, self.node.memory_threads):
                 yield piece
         finally:
             if attempt is not None:

@@ -8,12 +8,19 @@ Lives on the loop; calls that block run in threads.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def unattended(work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+    """A task of its own for what is done to its end: to be shielded. All who wait for it may be gone when it fails."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    return task
 
 
 class Questions:
@@ -34,8 +41,7 @@ class Questions:
         task = self._next.get(key)
         if task is None:
             before = self._asking.get(key)
-            task = asyncio.create_task(self._put_after(key, before, put))
-            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # all who asked may be gone
+            task = unattended(self._put_after(key, before, put))
             if before is None:
                 self._asking[key] = task
             else:

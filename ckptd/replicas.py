@@ -78,7 +78,7 @@ class Replicas:
         attempts = self.node.catalog.attempts
         segment = await arena.allocate(nbytes, "", deadline=loop.time() + MEMORY_SECONDS, sparing=lambda: irreplaceable(attempts.values()))
         try:
-            await pull(self.peers, receipt.address, receipt.token, [(0, nbytes)], segment.path, self.node.threads)
+            await pull(self.peers, receipt.address, receipt.token, [(0, nbytes)], segment.path, self.node.memory_threads)
             await loop.run_in_executor(self.node.memory_threads, read_table, segment.path, receipt)
             if receipt.token in arena or not _is_wanted(attempt) or self.node.catalog.attempts.get(attempt.name) is not attempt:
                 arena.drop(segment.token)

@@ -67,7 +67,7 @@ class Restore:
         self.whereabouts = Whereabouts(node, fetcher.store, self.peers, self.questions)
         self.indexes = Indexes(node, ledger, fetcher, self.questions, self.peers, self.bytes_from)
         self.readers: Counter[CheckpointId] = Counter()
-        nearby = Nearby(self.peers, self.whereabouts, threads, self.bytes_from)
+        nearby = Nearby(self.peers, self.whereabouts, node.memory_threads, self.bytes_from)
         self.ways = Ways(node, fetcher, self.indexes, self.whereabouts, nearby, self.bytes_from, self.readers)
         self._summaries: dict[tuple[str, str], Summary] = {}
         node.caches.append((fetcher.victims, fetcher.evicted))
@@ -124,11 +124,18 @@ class Restore:
             log.warning(
                 "%s is the newest that is known: no answer comes from the ckptd daemon at %s", entry.id, " and the one at ".join(silent)
             )
-        return await (self.readable(entry) if to_open else self._line(entry))
+        return await (self.readable(entry) if to_open else self.line(entry))
+
+    async def line(self, entry: Entry) -> Checkpoint:
+        """One durable checkpoint, as the store knows it. Raises Corrupt if not even its summary can be read."""
+        line = (await self._durable([entry]))[0]
+        if line.state != Checkpoint.DURABLE:
+            raise errors.Corrupt(line.reason)
+        return line
 
     async def readable(self, entry: Entry) -> Checkpoint:
-        """One durable checkpoint, as a reader opens it. Raises Corrupt if not even its summary can be read."""
-        line = await self._line(entry)
+        """The same, as a reader opens it."""
+        line = await self.line(entry)
         if line.stock:
             line.summary.attempt = (await self.indexes.look(entry.id)).identity
         return line
@@ -313,14 +320,8 @@ class Restore:
         found = await self.indexes.contents(checkpoint, name)
         if isinstance(found, Manifest) and found.summary.id == str(checkpoint):
             return Checkpoint(summary=found.summary, state=Checkpoint.DURABLE)
-        line = await self._line(await self.indexes.same(checkpoint, name))
+        line = await self.line(await self.indexes.same(checkpoint, name))
         line.summary.attempt = name
-        return line
-
-    async def _line(self, entry: Entry) -> Checkpoint:
-        line = (await self._durable([entry]))[0]
-        if line.state != Checkpoint.DURABLE:
-            raise errors.Corrupt(line.reason)
         return line
 
     async def _durable(self, entries: Sequence[Entry]) -> list[Checkpoint]:

@@ -19,6 +19,7 @@ from ckptd.fallback import Fallback
 from ckptd.index import Piece
 from ckptd.model import CheckpointId, parse_run, parse_target
 from ckptd.node import Node
+from ckptd.questions import unattended
 from ckptd.reading import Source
 from ckptd.restore import Restore
 from ckptd.retention import Policy
@@ -119,7 +120,7 @@ class Service(DaemonServicer):
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.Checkpoint:
         # A task of its own: a caller that goes away must not leave half a commit.
-        return checkpoint_of(await asyncio.shield(asyncio.create_task(self.commits.commit(request))))
+        return checkpoint_of(await asyncio.shield(unattended(self.commits.commit(request))))
 
     async def Wait(self, request: pb.WaitRequest, context: Context) -> pb.Checkpoint:
         return await until_durable(self.restore, CheckpointId.parse(request.id), request.token, request.sealed_us)
@@ -211,15 +212,13 @@ class Service(DaemonServicer):
             keep_every=request.keep_every if rules[1] else None,
             keep_within_seconds=request.keep_within_seconds if rules[2] else None,
         )
-        pruning = self.upkeep.prune(
+        verdicts, swept = await self.upkeep.prune(
             parse_run(request.run) if request.HasField("run") else None,
             policy if any(rules) else None,
             dry_run=request.dry_run,
             delete_grace_seconds=request.delete_grace_seconds if request.HasField("delete_grace_seconds") else None,
             orphan_age_seconds=request.orphan_age_seconds if request.HasField("orphan_age_seconds") else None,
         )
-        # A task of its own, as a commit is: a caller that goes away must not leave half of it.
-        verdicts, swept = await asyncio.shield(asyncio.create_task(pruning))
         for at in range(0, len(verdicts), VERDICTS_PER_REPLY):
             some = verdicts[at : at + VERDICTS_PER_REPLY]
             yield pb.PruneReply(
@@ -234,9 +233,7 @@ class Service(DaemonServicer):
         )
 
     async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.Deleted:
-        # A task of its own, as a commit is: a caller that goes away must not leave half a deletion.
-        deleting = asyncio.create_task(self.upkeep.delete(CheckpointId.parse(request.id)))
-        deleted, grace_seconds = await asyncio.shield(deleting)
+        deleted, grace_seconds = await self.upkeep.delete(CheckpointId.parse(request.id))
         return pb.Deleted(id=str(deleted.id), files=deleted.files, nbytes=deleted.nbytes, grace_seconds=grace_seconds)
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.Checkpoint:

@@ -44,7 +44,7 @@ async def fetch(restore: Restore, request: FetchRequest) -> AsyncIterator[Bytes]
     keys = list(zip(request.items, request.blocks, strict=True))
     ranges = raw_ranges(contents.shards[request.shard].table, keys, contents.block_nbytes)
     groups = cut(restore.fetcher.find(contents, request.shard, *ranges).blocks, GROUP_NBYTES)
-    threads = restore.fetcher.threads
+    threads = restore.node.memory_threads
 
     def begin(group: list[StoredBlock]) -> asyncio.Task[Blocks]:
         deadline = asyncio.get_running_loop().time() + MEMORY_SECONDS

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ckptd import errors
 from ckptd.attempt import MEMORY_ONLY
@@ -20,6 +20,7 @@ from ckptd.deletion import Deletion
 from ckptd.ledger import Ledger
 from ckptd.model import CheckpointId
 from ckptd.node import Node
+from ckptd.questions import unattended
 from ckptd.restore import Restore
 from ckptd.retention import Policy, Verdict, decide
 from ckptd.scan import Entry
@@ -83,34 +84,14 @@ class Upkeep:
         """Deletes what no rule keeps (None: this daemon's own rules), then what nothing refers to and is old enough."""
         grace = self.delete_grace_seconds if delete_grace_seconds is None else delete_grace_seconds
         orphan_age = self.orphan_age_seconds if orphan_age_seconds is None else orphan_age_seconds
-        async with self._one_at_a_time:
-            surveyed = await self._run(survey, self.sweeper.store, self.ledger, run, self._busy_now())
-            verdicts = decide([candidate for _, candidate in surveyed], policy or self.policy, time.time_ns() // 1000)
-            entries = {entry.id: entry for entry, _ in surveyed}
-            doomed = [verdict for verdict in verdicts if not verdict.keep]
-            # What is due goes first: where the disk is full, even a tombstone needs room.
-            swept = await self._sweep(run, grace, orphan_age, dry_run=dry_run)
-            if doomed and not dry_run:
-                verdicts = [verdict if verdict.keep else await self._carry_out(entries[verdict.id], verdict) for verdict in verdicts]
-                swept = swept.then(await self._sweep(run, grace, orphan_age, dry_run=dry_run))
-        gone = [verdict for verdict in verdicts if not verdict.keep]
-        if (gone or swept.files) and not dry_run:
-            log.info("pruned %d checkpoints; %d files went (%d bytes), %d later", len(gone), swept.files, swept.nbytes, swept.later_files)
-        if swept.later_files or gone:
-            for touched in {verdict.id.run for verdict in verdicts} if run is None else {run}:
-                self._look_again(touched, min(grace + 1.0, SWEEP_SECONDS))
-        return verdicts, swept
+        return await self._alone(lambda: self._prune(run, policy or self.policy, grace, orphan_age, dry_run=dry_run))
 
     async def delete(self, checkpoint: CheckpointId) -> tuple[Deleted, float]:
         """Deletes one checkpoint from store and memory; returns what goes, and after how many seconds.
 
         Raises NotFound; WrongPhase if it is pinned or a load reads it; Unavailable if it may come back without a second deletion.
         """
-        async with self._one_at_a_time:
-            deleted = await self.deletion.delete(checkpoint)
-        log.info("deleted %s: %d files, %d bytes, go after %.0f s", checkpoint, deleted.files, deleted.nbytes, self.delete_grace_seconds)
-        self._look_again(checkpoint.run, min(self.delete_grace_seconds, SWEEP_SECONDS))
-        return deleted, self.delete_grace_seconds
+        return await self._alone(lambda: self._delete(checkpoint))
 
     async def pin(self, checkpoint: CheckpointId, *, pinned: bool) -> Checkpoint:
         """No policy deletes the checkpoint any more, or again any may. Raises NotFound, WrongPhase."""
@@ -198,6 +179,39 @@ class Upkeep:
             swept = await self._sweep(run, self.delete_grace_seconds, self.orphan_age_seconds, dry_run=False)
         if swept.later_files:
             self._look_again(run, min(self.delete_grace_seconds + 1.0, SWEEP_SECONDS))
+
+    async def _alone(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Does it when nothing else is at it. Who goes away before that has asked for nothing; what has begun is done to its end."""
+        await self._one_at_a_time.acquire()
+        task = unattended(work())
+        task.add_done_callback(lambda _: self._one_at_a_time.release())
+        return await asyncio.shield(task)
+
+    async def _delete(self, checkpoint: CheckpointId) -> tuple[Deleted, float]:
+        deleted = await self.deletion.delete(checkpoint)
+        log.info("deleted %s: %d files, %d bytes, go after %.0f s", checkpoint, deleted.files, deleted.nbytes, self.delete_grace_seconds)
+        self._look_again(checkpoint.run, min(self.delete_grace_seconds, SWEEP_SECONDS))
+        return deleted, self.delete_grace_seconds
+
+    async def _prune(
+        self, run: str | None, policy: Policy, grace: float, orphan_age: float, *, dry_run: bool
+    ) -> tuple[list[Verdict], Swept]:
+        surveyed = await self._run(survey, self.sweeper.store, self.ledger, run, self._busy_now())
+        verdicts = decide([candidate for _, candidate in surveyed], policy, time.time_ns() // 1000)
+        entries = {entry.id: entry for entry, _ in surveyed}
+        doomed = [verdict for verdict in verdicts if not verdict.keep]
+        # What is due goes first: where the disk is full, even a tombstone needs room.
+        swept = await self._sweep(run, grace, orphan_age, dry_run=dry_run)
+        if doomed and not dry_run:
+            verdicts = [verdict if verdict.keep else await self._carry_out(entries[verdict.id], verdict) for verdict in verdicts]
+            swept = swept.then(await self._sweep(run, grace, orphan_age, dry_run=dry_run))
+        gone = [verdict for verdict in verdicts if not verdict.keep]
+        if (gone or swept.files) and not dry_run:
+            log.info("pruned %d checkpoints; %d files went (%d bytes), %d later", len(gone), swept.files, swept.nbytes, swept.later_files)
+        if swept.later_files or gone:
+            for touched in {verdict.id.run for verdict in verdicts} if run is None else {run}:
+                self._look_again(touched, min(grace + 1.0, SWEEP_SECONDS))
+        return verdicts, swept
 
     async def _carry_out(self, entry: Entry, verdict: Verdict) -> Verdict:
         """Deletes one checkpoint, unless it is in use by now, or is not what was decided about any more."""

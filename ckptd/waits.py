@@ -11,7 +11,6 @@ import asyncio
 from ckptd import errors
 from ckptd.attempt import PENDING, Attempt, checkpoint_of, refuse_older
 from ckptd.model import CheckpointId
-from ckptd.node import Node
 from ckptd.restore import Restore
 from ckptd.v1.daemon_pb2 import Checkpoint
 from ckptd.v1.manifest_pb2 import Summary
@@ -38,7 +37,7 @@ async def until_durable(restore: Restore, checkpoint: CheckpointId, token: str, 
             else:  # only the store can tell: what memory remembers of the id is over
                 elsewhere = await _is_elsewhere(restore, checkpoint, sealed_us)  # first: it may become durable meanwhile
                 try:
-                    return await _in_store(node, checkpoint, sealed_us, newest)
+                    return await _in_store(restore, checkpoint, sealed_us, newest)
                 except errors.NotFound:
                     if not elsewhere:
                         raise
@@ -80,15 +79,13 @@ async def _is_elsewhere(restore: Restore, checkpoint: CheckpointId, sealed_us: i
     return any(one.state in PENDING and int(name[:16], 16) >= sealed_us for name, one in seen.items())
 
 
-async def _in_store(node: Node, checkpoint: CheckpointId, sealed_us: int, ended: Attempt | None) -> Checkpoint:
+async def _in_store(restore: Restore, checkpoint: CheckpointId, sealed_us: int, ended: Attempt | None) -> Checkpoint:
     """The durable checkpoint of that id, if it is no older than the save that is meant."""
-    loop = asyncio.get_running_loop()
     try:
-        entry = await loop.run_in_executor(node.threads, node.ledger.find, checkpoint)
+        entry = await restore.questions.ask("find", checkpoint, restore.ledger.find)
     except errors.NotFound:
         if ended is None:
             raise errors.NotFound(f"no checkpoint {checkpoint} in the store or in memory; `ckptd list` shows what is there") from None
         raise errors.WrongPhase(f"checkpoint {checkpoint} will not become durable: {ended.reason}") from None
     refuse_older(checkpoint, entry.accepted_us, sealed_us)
-    summary = await loop.run_in_executor(node.threads, node.ledger.summary, entry)
-    return Checkpoint(summary=summary, state=Checkpoint.DURABLE, stock=entry.attempt is None)
+    return await restore.line(entry)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from gcs import GCSServer
 from s3 import S3Server
@@ -20,6 +21,10 @@ from worlds import CONFORMANCE, World
 # What the developer's shell says to the daemon or the client is not for the tests.
 for _name in [name for name in os.environ if name.startswith("CKPTD_")]:
     del os.environ[_name]
+
+# How long an example takes is the machine's affair.
+settings.register_profile("patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 # Programs that tests start may import the tests' own modules, as pytest lets the tests do.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])

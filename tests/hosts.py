@@ -48,6 +48,23 @@ def loopback(count: int) -> list[Place]:
     return [Place(f"{block}.{number + 1}") for number in range(count)]
 
 
+def free_port(ip: str = "127.0.0.1") -> int:
+    """One that nobody listens at, nor takes by chance before somebody does."""
+    while True:
+        port = random.choice(_PORTS)
+        if not is_taken(ip, port):
+            return port
+
+
+def is_taken(ip: str, port: int) -> bool:
+    """Whether nobody can listen there."""
+    try:
+        with socket.create_server((ip, port)):
+            return False
+    except OSError:
+        return True
+
+
 class Host:
     """One daemon, and the processes that were started beside it. `Hosts` makes them."""
 
@@ -211,20 +228,12 @@ class Hosts(Sequence[Host]):
 
     def _choose_ports(self) -> None:
         for host in self._hosts:
-            host.port = random.choice(_PORTS)
-            while self._is_taken(host):
-                host.port = random.choice(_PORTS)
+            host.port = free_port(host.place.ip) if self._on_loopback else random.choice(_PORTS)
         for host in self._hosts:
             host.listen_at(host.port, [other.peer for other in self._hosts if other is not host] if self._peers else [])
 
     def _is_taken(self, host: Host) -> bool:
-        if not self._on_loopback:  # nobody else is there
-            return False
-        try:
-            with socket.create_server((host.place.ip, host.port)):
-                return False
-        except OSError:
-            return True
+        return self._on_loopback and is_taken(host.place.ip, host.port)  # elsewhere nobody else is
 
     def bytes_from(self) -> dict[str, int]:
         """Bytes given to loads by all daemons that run, by source."""

@@ -10,6 +10,7 @@ The witnesses are stock PyTorch, the file system, and the daemon's own `status`.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -67,8 +68,14 @@ def assert_promises_kept(accepted: Mapping[str, T], load: Callable[[str], T], wa
         assert load(id) == value, id
 
 
-def on_tmpfs(shm_dir: Path) -> int:
-    """Bytes that the segments of a daemon hold, each inode once."""
+def appeared(directory: Path) -> list[Path]:
+    """All files there that have the names by which they are read, while others write and delete."""
+    found = (Path(where, name) for where, _, names in os.walk(directory) for name in names)  # what goes meanwhile is left out
+    return [path for path in found if ".ckptd-" not in str(path)]
+
+
+def segments(shm_dir: Path) -> dict[int, int]:
+    """Bytes that each segment of a daemon holds, by inode."""
     held = {}
     for path in shm_dir.iterdir():
         if SEGMENT.fullmatch(path.name):
@@ -77,7 +84,18 @@ def on_tmpfs(shm_dir: Path) -> int:
             except FileNotFoundError:  # renamed, or given up, meanwhile
                 continue
             held[found.st_ino] = found.st_blocks * 512
-    return sum(held.values())
+    return held
+
+
+def on_tmpfs(shm_dir: Path) -> int:
+    """Bytes that the segments of a daemon hold, each inode once."""
+    return sum(segments(shm_dir).values())
+
+
+def on_tmpfs_at_once(shm_dir: Path) -> int:
+    """The same while segments come and go, and no more than there was at a moment: what two looks, one after the other, both saw."""
+    before = segments(shm_dir)
+    return sum(min(nbytes, before.get(inode, 0)) for inode, nbytes in segments(shm_dir).items())
 
 
 def status(daemon: DaemonProcess) -> StatusReply:

@@ -5,6 +5,7 @@ And the steps of a commit, as a coordinator's daemon has the others take them.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,17 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 from ckptd.model import mint_attempt
+from ckptd.v1.daemon_pb2 import ResolveRequest
 from ckptd.v1.manifest_pb2 import Receipt, Record, Summary
 from ckptd.v1.peer_pb2 import AdoptRequest, PrepareRequest
 from ckptd.v1.peer_pb2_grpc import PeerStub
 from ckptd_client import CkptdError, DaemonStorageReader, DaemonStorageWriter
 from ckptd_client import metadata as pickles
-from ckptd_client.channel import connect
+from ckptd_client.channel import Daemon, connect
 from ckptd_client.shard import write_metadata
 from client.states import assert_equal, blank
 from hosts import Host, Hosts
@@ -137,6 +140,21 @@ def load_together(addresses: Sequence[str], id: str, world: int, numel: int = 10
 
     with ThreadPoolExecutor(len(addresses)) as threads:
         return list(threads.map(read, range(len(addresses))))
+
+
+@contextmanager
+def at_the_same_moment(ranks: int) -> Iterator[threading.Event]:
+    """So many loads in threads ask their daemons which checkpoint is meant when all of them have come so far, and then it is set."""
+    asked, resolve = threading.Event(), Daemon.resolve
+    together = threading.Barrier(ranks, action=asked.set)
+
+    def resolve_together(daemon: Daemon, request: ResolveRequest, **options: Any) -> Any:
+        together.wait(60)
+        return resolve(daemon, request, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Daemon, "resolve", resolve_together)
+        yield asked
 
 
 def record_of(written: Save, coordinator: Host) -> Record:

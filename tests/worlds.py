@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,12 +18,24 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 #: The program whose functions are in tests/conformance.
 CONFORMANCE = Path(__file__).with_name("conformance") / "world_program.py"
 #: Once a rank has failed, the others may wait for it in a collective for ever.
 _GRACE_SECONDS = 15.0
+#: Tells ranks that where they meet, MASTER_PORT, somebody serves already: none of them does.
+MEETING = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
+def meeting_place() -> TCPStore:
+    """Where the ranks of one launch meet, for as long as it is kept. It listens already: nobody can take its port before rank 0 does."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 class World:
@@ -34,6 +45,7 @@ class World:
         self.program = program
         self.size = size
         self.ranks: list[subprocess.Popen[str]] = []
+        self._meeting: TCPStore | None = None
         self._home = tempfile.TemporaryDirectory(prefix="ckptd-test-")
 
     def call(self, function: str, *, seconds: float = 100.0, **arguments: Any) -> list[Any]:
@@ -68,13 +80,13 @@ class World:
             rank.stdin.close()
             rank.stdout.close()
         self.ranks = []
+        self._meeting = None
 
     def _launch(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        self._meeting = meeting_place()
         path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        common = {"WORLD_SIZE": str(self.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": path}
-        common |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        common = {"WORLD_SIZE": str(self.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._meeting.port), "PYTHONPATH": path}
+        common |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **MEETING}
         for rank in range(self.size):
             with self._log(rank).open("w") as log:
                 self.ranks.append(

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
 from daemons import FAULTY, DaemonProcess
+from invariants import appeared
 
 
 def save(daemon: DaemonProcess, step: int) -> None:
@@ -37,7 +38,7 @@ def test_after_a_kill_at_object_k_latest_is_whole(tmp_path: Path, k: int, memory
         control.write_text(f'{{"hold_after": {3 + k}}}')
         save(daemon, 20)
         deadline = time.monotonic() + 30
-        while sum(path.is_file() and ".ckptd-" not in str(path) for path in (store / "step-20").rglob("*")) < k:
+        while len(appeared(store / "step-20")) < k:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         if k < 3:

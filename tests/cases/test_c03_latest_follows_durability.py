@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from ckptd.errors import WrongPhase
 from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
 from daemons import FAULTY, DaemonProcess
-from invariants import Picture, assert_prune_was_humble, assert_whole_or_absent
+from invariants import Picture, appeared, assert_prune_was_humble, assert_whole_or_absent
 
 pytestmark = pytest.mark.filterwarnings("ignore:ckptd. checkpoint step-20:UserWarning")
 #: Objects of each checkpoint: one shard, the manifest, `.metadata`.
@@ -78,11 +78,7 @@ class Keeping:
 
     def until_appeared(self, step: int, count: int) -> None:
         """Until so many objects of the step are there."""
-
-        def appeared() -> int:
-            return sum(path.is_file() and ".ckptd-" not in str(path) for path in (self.store / f"step-{step}").rglob("*"))
-
-        self.until(lambda: appeared() == count)
+        self.until(lambda: len(appeared(self.store / f"step-{step}")) == count)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
 from daemons import FAULTY, DaemonProcess
-from invariants import Picture, assert_whole_or_absent, stock_state
+from invariants import Picture, appeared, assert_whole_or_absent, stock_state
 from worlds import World, serve
 
 ROWS, COLUMNS = 6, 2000
@@ -114,16 +114,15 @@ def test_a_daemon_killed_while_it_uploads_leaves_all_of_one(replacing: Replacing
     id = f"uploads-{uploaded}-{memory}/step-5"
     replacing.save(id, 1.0)
     replacing.daemon.restart()  # counts objects anew
-    names = {path for path in (replacing.store / id).rglob("*") if path.is_file()}
+    names = set(appeared(replacing.store / id))
     inode = (replacing.store / id / ".metadata").stat().st_ino
     replacing.tell(hold_after=uploaded)
     replacing.save(id, 2.0, durable=False)
 
-    def appeared() -> int:
-        found = {path for path in (replacing.store / id).rglob("*") if path.is_file() and ".ckptd-" not in str(path)}
-        return len(found - names) + ((replacing.store / id / ".metadata").stat().st_ino != inode)
+    def new() -> int:
+        return len(set(appeared(replacing.store / id)) - names) + ((replacing.store / id / ".metadata").stat().st_ino != inode)
 
-    until(lambda: appeared() >= uploaded)  # of shards that come at the same time more than one may slip through
+    until(lambda: new() >= uploaded)  # of shards that come at the same time more than one may slip through
     assert loaded(id, replacing.daemon) == 2.0  # it is accepted
     assert {loaded(id, replacing.other), stock(replacing.store / id)} == {2.0 if uploaded == OBJECTS else 1.0}
     replacing.daemon.kill()

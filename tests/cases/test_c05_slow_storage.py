@@ -19,7 +19,7 @@ from daemons import FAULTY, DaemonProcess
 from worlds import World, serve
 
 #: Of every collective in this test, DCP's own included.
-TIMEOUT = dt.timedelta(seconds=5)
+TIMEOUT = dt.timedelta(seconds=15)
 #: What keeps any object from appearing, or the store from answering at all.
 TROUBLES: dict[str, dict[str, Any]] = {
     "no object appears": {"hold_after": 0},

@@ -11,6 +11,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,11 @@ def s3_daemon() -> Iterator[DaemonProcess]:
 
 
 def children_of(pid: int) -> list[str]:
-    return [child for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            found += (task / "children").read_text().split()
+    return found
 
 
 def test_a_process_forks_and_saves_beside_live_file_systems_and_the_daemon_has_no_children(s3_daemon: DaemonProcess) -> None:

@@ -22,6 +22,14 @@ def save(hosts: Hosts, step: int) -> None:
     joint.save([hosts[0].address, hosts[1].address], f"run/step-{step}", step, NUMEL)
 
 
+def agreed(addresses: list[str]) -> list[int | CkptdError]:
+    """What each loads as the latest of two ranks."""
+    try:
+        return joint.load_together(addresses, "run/latest", 2, NUMEL)
+    except CkptdError as error:  # nothing is returned while a daemon comes back
+        return [error]
+
+
 def sealed(host: Host) -> set[Path]:
     return set(host.daemon.shm_dir.glob("*.sealed"))
 
@@ -48,14 +56,7 @@ def test_the_newest_step_that_all_hold_is_loaded_by_all(tmp_path: Path, loses: C
         save(hosts, 120)
         assert joint.load_together(addresses, "run/latest", 2, NUMEL) == [120, 120, 120]
         loses(hosts[loser], max(sealed(hosts[loser]) - before, key=lambda path: path.stat().st_size))
-
-        def agreed() -> list[int | CkptdError]:
-            try:
-                return joint.load_together(addresses, "run/latest", 2, NUMEL)
-            except CkptdError as error:  # nothing is returned while a daemon comes back
-                return [error]
-
-        until("all load the same", lambda: agreed() == [110, 110, 110])
+        until("all load the same", lambda: agreed(addresses) == [110, 110, 110])
         for host in hosts:
             line = host.daemon.list()["run/step-120"]
             assert line["state"] in ("accepted", "lost", "aborted"), line
@@ -63,9 +64,9 @@ def test_the_newest_step_that_all_hold_is_loaded_by_all(tmp_path: Path, loses: C
         # It stays so when the store works again, and a later save is the newest.
         control.write_text("{}")
         hosts[1 - loser].daemon.until("run/step-110", "durable")
-        assert agreed() == [110, 110, 110]
+        assert agreed(addresses) == [110, 110, 110]
         save(hosts, 115)
-        assert agreed() == [115, 115, 115]
+        assert agreed(addresses) == [115, 115, 115]
 
 
 def test_a_node_that_lost_all_of_it_takes_nothing_newer_with_it(tmp_path: Path) -> None:
@@ -81,4 +82,4 @@ def test_a_node_that_lost_all_of_it_takes_nothing_newer_with_it(tmp_path: Path) 
         save(hosts, 120)
         hosts[1].lose(wipe=True)
         hosts[1].start()
-        until("both load what is durable", lambda: joint.load_together(addresses, "run/latest", 2, NUMEL) == [110, 110])
+        until("both load what is durable", lambda: agreed(addresses) == [110, 110])

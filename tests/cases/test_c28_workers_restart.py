@@ -102,8 +102,10 @@ def daemon(tmp_path: Path, control: Path) -> Iterator[DaemonProcess]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("cycles", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_what_killed_workers_have_saved_becomes_durable_and_their_successors_go_on_at_once(
-    tmp_path: Path, daemon: DaemonProcess, cycles: int
+    tmp_path: Path, daemon: DaemonProcess, control: Path, cycles: int
 ) -> None:
+    slowly = control.read_text()
+    control.write_text('{"hold_after": 0}')
     segments: list[int] = []
     with Workers(daemon.address, tmp_path) as workers:
         for cycle in range(cycles):
@@ -112,6 +114,7 @@ def test_what_killed_workers_have_saved_becomes_durable_and_their_successors_go_
             if cycle == 0:
                 assert not (tmp_path / "store/run/step-10/.metadata").exists()
             workers.kill()
+            control.write_text(slowly)
             segments.append(status(daemon).segments)
         workers.start(load="run/latest")
         assert workers.done() == [cycles] * WORLD

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ckptd.errors import WrongPhase
 from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
 from daemons import FAULTY, DaemonProcess
-from invariants import assert_whole_or_absent, status, stock_state
+from invariants import appeared, assert_accounts_balance, assert_whole_or_absent, status, stock_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:ckptd. checkpoint .* could not be made durable:UserWarning")
 
@@ -96,7 +96,7 @@ def test_what_is_durable_is_refused_before_any_byte_moves_unless_it_is_to_be_rep
         saving.save(id, 1.0)
     else:
         dcp.save({"t": torch.full((1000,), 1.0)}, storage_writer=dcp.FileSystemWriter(saving.store / id))
-    before = status(saving.daemon)
+    before = assert_accounts_balance(saving.daemon, leases=status(saving.daemon).leases)  # nothing is on its way to be freed or made
     planner = Counting()
     with pytest.raises(CheckpointException) as refused:
         saving.save(id, 2.0, planner=planner)
@@ -150,7 +150,7 @@ def test_what_dead_attempts_left_is_in_nobodys_way(tmp_path: Path) -> None:
             saving.tell(hold_after=uploaded)
             saving.save("step-10", 1.0, durable=False)
             deadline = time.monotonic() + 30
-            while sum(path.is_file() and ".ckptd-" not in str(path) for path in directory.rglob("*")) < 2 * uploaded - 1:
+            while len(appeared(directory)) < 2 * uploaded - 1:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             daemon.kill()

@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ckptd.errors import StoreError
 from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
 from daemons import FAULTY, DaemonProcess
+from hosts import until
+from joint import at_the_same_moment
 
 
 class Throttled:
@@ -146,13 +148,15 @@ def test_no_name_in_the_store_is_written_twice_by_saves_of_three_ids(throttled: 
 
 
 def test_saves_of_one_id_commit_although_its_name_may_not_be_written_again_so_soon(throttled: Throttled) -> None:
-    throttled.tell(rewrite_seconds=1.0)
-    log = throttled.daemon.log.stat().st_size
     for value in (1.0, 2.0, 3.0):
+        throttled.tell(rewrite_seconds=3600)
+        log = throttled.daemon.log.stat().st_size
         throttled.save("one/step-1", value, overwrite=True)
+        if value > 1.0:
+            until("it is refused", lambda log=log: "429" in throttled.daemon.log.read_text()[log:])
+        throttled.tell()
         throttled.wait("one/step-1")
         assert throttled.load("one/step-1") == value
-    assert "429" in throttled.daemon.log.read_text()[log:]
     throttled.forget()
     assert throttled.load("one/latest") == 3.0
 
@@ -171,9 +175,10 @@ def lists_of_a_load(throttled: Throttled, ranks: int) -> int:
     throttled.forget()
     throttled.lists.unlink(missing_ok=True)
     throttled.tell(list_hangs=True, list_log=str(throttled.lists))
-    with ThreadPoolExecutor(ranks) as threads:
+    with at_the_same_moment(ranks) as asked, ThreadPoolExecutor(ranks) as threads:
         loads = [threads.submit(throttled.load, "run/latest") for _ in range(ranks)]
-        time.sleep(1.0)  # all have asked
+        assert asked.wait(60)
+        time.sleep(1.0)  # and been heard
         throttled.tell(list_log=str(throttled.lists))
         assert [load.result(60) for load in loads] == [3.0] * ranks
     return len(throttled.lists.read_text().splitlines())

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptd_client import DaemonStorageReader, DaemonStorageWriter, channel, wait
 from daemons import FAULTY, DaemonProcess
+from hosts import until
 from invariants import assert_accounts_balance, assert_whole_or_absent
 from mounts import small_tmpfs
 
@@ -50,6 +51,7 @@ def files(store: Path) -> list[str]:
 
 def assert_stuck(daemon: DaemonProcess, step: int, why: str = "No space left on device") -> None:
     """It is accepted and can be loaded, and whoever saves or asks is told why it is not durable."""
+    until("it has been tried", lambda: "reason" in daemon.list()[f"step-{step}"])
     with pytest.raises(TimeoutError, match="not durable after 2"):
         wait(f"step-{step}", address=daemon.address, timeout=2)
     load(daemon, step)

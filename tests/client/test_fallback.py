@@ -292,12 +292,12 @@ def test_a_daemon_that_dies_over_it_is_noticed(pair: Pair, faulty: Faulty) -> No
 
 
 def test_a_daemon_that_hangs_over_it_is_noticed(pair: Pair, faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "_ALIVE_SECONDS", 0.2)
-    monkeypatch.setattr(channel, "_CALL_SECONDS", 2.0)
     save(pair.saving, "r/step-1")
+    monkeypatch.setattr(channel, "_ALIVE_SECONDS", 0.2)
     faulty.tell(read_delay_seconds=1, only="r/step-1/__")
     assert loaded(faulty.daemon, "r/latest") == 1  # slow, and alive
     save(pair.saving, "r/step-2")
+    monkeypatch.setattr(channel, "_CALL_SECONDS", 2.0)
     faulty.tell(read_delay_seconds=60, only="r/step-2/__")
     errors: list[BaseException] = []
     rank = threading.Thread(target=lambda: errors.append(refused(faulty.daemon, "r/latest")))

@@ -278,7 +278,7 @@ def test_a_segment_that_is_taken_over_between_open_and_lock_is_a_lost_lease(segm
 
     thread = threading.Thread(target=client)
     thread.start()
-    while not any(os.readlink(f"/proc/self/fd/{fd}") == segment.path for fd in other_descriptors(daemon)):
+    while not any(target_of(fd) == segment.path for fd in other_descriptors(daemon)):
         time.sleep(0.001)
     path.rename(path.with_name("0000000000000000.open"))
     os.close(daemon)
@@ -287,7 +287,7 @@ def test_a_segment_that_is_taken_over_between_open_and_lock_is_a_lost_lease(segm
 
 
 def target_of(fd):
-    """What a descriptor leads to; "" if it has been closed: gRPC clears up in a forked child, on threads of its own."""
+    """What a descriptor leads to; "" if it has been closed, by another thread: gRPC clears up in a forked child on threads of its own."""
     try:
         return os.readlink(f"/proc/self/fd/{fd}")
     except FileNotFoundError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from client.pairs import Pair
+from worlds import MEETING, meeting_place
 
 PROGRAM = Path(__file__).with_name("world_program.py")
 
 
 def run_world(pair: Pair, size: int, scenario: str, *, seconds: float) -> None:
     """Runs the program on `size` ranks; fails with what a failing rank said."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    place = meeting_place()
     ranks = [
         subprocess.Popen(
             [sys.executable, str(PROGRAM), pair.saving.address, pair.other.address, str(pair.store), scenario],
-            env={**pair.saving.env, "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            env={**pair.saving.env, "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(place.port)}
+            | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **MEETING},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

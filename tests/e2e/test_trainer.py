@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import sys
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import pytest
 from ckptd_worker.children import Child
 from daemons import FAULTY, DaemonProcess
 from hosts import Hosts
+from worlds import MEETING, meeting_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -108,9 +108,8 @@ def test_workers_on_a_new_node_go_on_from_what_only_another_nodes_memory_has(tmp
         first.until("a checkpoint", lambda: bool(steps_of(first, "saved")), every=0.002)
         first.kill()
         last = steps_of(first, "saved")[-1]
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = str(probe.getsockname()[1])
-        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        place = meeting_place()
+        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(place.port), **MEETING}
         second, other = (
             start(1, "--steps", str(last + 2), RANK=str(rank), CKPTD_ADDRESS=hosts[1 - rank].address, **meeting) for rank in range(2)
         )

@@ -1,7 +1,7 @@
 """A trainer that is killed by a test: ``python crashing_trainer.py ADDRESS WHEN``.
 
 WHEN is `copying` (saves one after another until it is killed), `forked` (the same, with a child
-that keeps all descriptors open and outlives it by a minute) or `saved` (says so and waits to be
+that keeps all descriptors open and outlives it by minutes) or `saved` (says so and waits to be
 killed after `dcp.save` has returned).
 """
 
@@ -24,7 +24,7 @@ def main() -> None:
         writer = DaemonStorageWriter(address=address, durable=False)
         dcp.save(state, checkpoint_id="copy/step-0", storage_writer=writer)
         if when == "forked" and (child := os.fork()) == 0:
-            time.sleep(60)
+            time.sleep(600)
             os._exit(0)
         print(when if when == "copying" else f"forked {child}", flush=True)
         for step in range(1, 10_000):

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import CheckpointException
 from ckptd.v1.manifest_pb2 import Record, Summary
 from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
 from daemons import FAULTY, DaemonProcess
+from invariants import appeared
 
 NUMEL = 4 * 1024 * 1024
 
@@ -101,7 +102,7 @@ def test_a_kill_at_each_object_of_a_flush_leaves_a_whole_checkpoint_or_none(tmp_
         with DaemonProcess(f"faulty://{store}", program=FAULTY, env={"FAULTY_CONTROL": str(control)}) as daemon:
             dcp.save(state(7), checkpoint_id="step-7", storage_writer=DaemonStorageWriter(address=daemon.address))
             deadline = time.monotonic() + 30
-            while sum(path.is_file() and ".ckptd-" not in str(path) for path in store.rglob("*")) < k:
+            while len(appeared(store)) < k:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             time.sleep(0.3)

@@ -20,6 +20,7 @@ from ckptd.stores import open_store
 from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
 from daemons import DaemonProcess
 from faulty_proxy import Fault, FaultyProxy, Headers, refuse
+from joint import at_the_same_moment
 from s3 import S3Server
 
 MIB = 1024 * 1024
@@ -39,13 +40,20 @@ def prefix() -> str:
     return f"daemon-{uuid.uuid4().hex[:8]}"
 
 
-def arguments(server: S3Server, proxy: FaultyProxy) -> list[str]:
-    options = {**server.options, "endpoint_url": proxy.endpoint, "config_kwargs": HASTY}
+def arguments(server: S3Server, proxy: FaultyProxy, **more: str) -> list[str]:
+    options = {**server.options, "endpoint_url": proxy.endpoint, **more}
     return ["--codec", "none", *(part for name, value in options.items() for part in ("--store-option", f"{name}={value}"))]
 
 
 @pytest.fixture
 def daemon(s3_server: S3Server, proxy: FaultyProxy, prefix: str) -> Iterator[DaemonProcess]:
+    with DaemonProcess(s3_server.url(prefix), *arguments(s3_server, proxy, config_kwargs=HASTY)) as made:
+        yield made
+
+
+@pytest.fixture
+def patient(s3_server: S3Server, proxy: FaultyProxy, prefix: str) -> Iterator[DaemonProcess]:
+    """Sends no request a second time because this machine is slow."""
     with DaemonProcess(s3_server.url(prefix), *arguments(s3_server, proxy)) as made:
         yield made
 
@@ -123,7 +131,8 @@ def test_s3_that_cannot_be_listed_is_an_error_and_never_an_empty_one(
     assert done.returncode == 3
     assert [line["id"] for line in json.loads(done.stdout)] == ["step-1"], "what memory holds is listed, and that it is not all"
     assert "503" in done.stderr or "told by a test" in done.stderr
-    command = [sys.executable, "-m", "ckptd", "list", "--json", "--store", s3_server.url(prefix), *arguments(s3_server, proxy)[2:]]
+    options = arguments(s3_server, proxy, config_kwargs=HASTY)[2:]
+    command = [sys.executable, "-m", "ckptd", "list", "--json", "--store", s3_server.url(prefix), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout) == (3, "")
     proxy.tell(refuse(503, "SlowDown", on=LIST, times=3))
@@ -139,17 +148,17 @@ def test_ranks_that_start_together_ask_s3_once_and_not_each(daemon: DaemonProces
 
     def listings(ranks: int) -> int:
         before = proxy.count(LIST)
-        with ThreadPoolExecutor(ranks) as threads:
+        with at_the_same_moment(ranks), ThreadPoolExecutor(ranks) as threads:
             for found in threads.map(lambda _: load(daemon, "latest"), range(ranks)):
                 assert torch.equal(found, state(1)["t"])
         return proxy.count(LIST) - before
 
-    alone = listings(1)
+    alone = min(listings(1) for _ in range(3))  # what is looked after when a checkpoint has become durable lists as well
     proxy.tell(Fault(on=LIST, delay_seconds=0.3))
-    assert listings(8) <= 3 * alone
+    assert listings(8) <= 4 * alone
 
 
-def test_a_store_that_takes_one_write_a_second_of_a_name_holds_up_no_save(daemon: DaemonProcess, proxy: FaultyProxy) -> None:
+def test_a_store_that_takes_one_write_a_second_of_a_name_holds_up_no_save(patient: DaemonProcess, proxy: FaultyProxy) -> None:
     written: dict[str, float] = {}
 
     def one_a_second(line: str, _headers: Headers, _body: bytes) -> Fault | None:
@@ -164,9 +173,9 @@ def test_a_store_that_takes_one_write_a_second_of_a_name_holds_up_no_save(daemon
     proxy.judge = one_a_second
     proxy.lines.clear()
     for step in (1, 2, 3):
-        save(daemon, step)
+        save(patient, step)
     for step in (1, 2, 3):
-        wait(f"step-{step}", address=daemon.address, timeout=60)
-    assert {line["state"] for line in daemon.list().values()} == {"durable"}
+        wait(f"step-{step}", address=patient.address, timeout=60)
+    assert {line["state"] for line in patient.list().values()} == {"durable"}
     # No name is written by every save: none was refused.
     assert len([line for line in proxy.lines if line.startswith("PUT ")]) == len(written)

@@ -38,8 +38,7 @@ def goes_on_when_back(home: Path, *, away: int, moved: bool = False) -> None:
         hosts[away].kill()
         store.works()  # the other uploads its shard, and waits
         there = hosts[1 - away]
-        waited = there.daemon.cli("wait", ID, "--timeout", "1s")
-        assert f"rank {away} " in waited.stderr, waited.stderr
+        until("who waits is told for whom", lambda: f"rank {away} " in there.daemon.cli("wait", ID, "--timeout", "1s").stderr)
         there.daemon.until(ID, "lost", timeout=90)
         drained = there.daemon.cli("drain")
         assert drained.returncode == 1, drained.stdout

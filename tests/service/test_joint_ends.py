@@ -130,6 +130,7 @@ def test_what_another_node_calls_durable_and_the_store_does_not_show_is_looked_f
         store.tell(list_log=str(listings), **trouble)
         daemon.Tell(TellRequest(attempt=record.summary.attempt, accepted=True), timeout=20)
         until("it has asked, and been told", lambda: coordinator.asked)
+        until("it has looked", listings.exists)
         time.sleep(2.0)
         assert coordinator.asked < 10
         assert 0 < len(listings.read_text().splitlines()) < 60

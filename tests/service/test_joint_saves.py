@@ -6,9 +6,12 @@ import threading
 import time
 from pathlib import Path
 
+import grpc
 import pytest
 
 from ckptd.errors import InvalidRequest, StoreError, Unavailable, WrongPhase
+from ckptd.v1.daemon_pb2 import ResolveRequest, WaitRequest
+from ckptd.v1.daemon_pb2_grpc import DaemonStub
 from ckptd_client import wait
 from daemons import DaemonProcess
 from hosts import Hosts, Troubled, until
@@ -30,6 +33,33 @@ from ckptd.cli.main import main
 sys.exit(main())
 """,
 )
+
+
+@pytest.mark.parametrize("asks", ["of many ids", "one id many times"])
+def test_questions_that_wait_for_a_store_that_hangs_hold_up_no_save_and_no_load_from_memory(tmp_path: Path, asks: str) -> None:
+    store = Troubled(tmp_path)
+    store.works()
+    with store.hosts(2) as hosts:
+        save(addresses(hosts), "run/step-0", 9)
+        for host in hosts:
+            wait("run/step-0", address=host.address, timeout=30)
+        store.tell(list_hangs=True, **{"raise": "EIO"})
+        save(addresses(hosts), ID, 1)
+        for host in hosts:
+            with grpc.insecure_channel(host.address) as channel:
+                stub = DaemonStub(channel)  # type: ignore[no-untyped-call]
+                if asks == "of many ids":
+                    calls = [stub.Resolve.future(ResolveRequest(id=f"run/step-{100 + n}"), timeout=1) for n in range(20)]
+                else:
+                    calls = [stub.Wait.future(WaitRequest(id="run/step-100"), timeout=1) for _ in range(20)]
+                for call in calls:
+                    assert call.exception() is not None
+        for host in hosts:
+            assert load(host.address, ID, 2) == 1
+        save(addresses(hosts), "run/step-2", 2)
+        store.works()
+        for host in hosts:
+            wait("run/step-2", address=host.address, timeout=60)
 
 
 def test_three_nodes_save_together_and_stock_reads_it(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import threading
@@ -17,6 +16,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
 from daemons import FAULTY, DaemonProcess
+from invariants import on_tmpfs_at_once
 
 NUMEL = 3 * 1024 * 1024
 
@@ -157,16 +157,6 @@ def test_two_data_files_in_each_others_place_are_found(tmp_path: Path, codec: st
                 )
 
 
-def on_tmpfs(daemon: DaemonProcess) -> int:
-    """Bytes of all segments now."""
-    nbytes = 0
-    for path in daemon.shm_dir.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            if path.suffix in (".open", ".sealed", ".spare", ".cache"):
-                nbytes += path.stat().st_blocks * 512
-    return nbytes
-
-
 def test_readers_and_a_save_share_a_memory_that_is_too_small_for_all(tmp_path: Path) -> None:
     save(tmp_path / "store")
     with DaemonProcess(str(tmp_path / "store"), memory="40MiB") as daemon:
@@ -191,10 +181,7 @@ def test_readers_and_a_save_share_a_memory_that_is_too_small_for_all(tmp_path: P
         while any(thread.is_alive() for thread in threads):
             status = json.loads(daemon.cli("status", "--json").stdout)
             used = max(used, status["used"])
-            on_tmpfs = sum(
-                path.stat().st_blocks * 512 for path in list(daemon.shm_dir.iterdir()) if path.exists() and path.suffix != ".record"
-            )
-            assert on_tmpfs <= status["memory"] + 64 * 1024
+            assert on_tmpfs_at_once(daemon.shm_dir) <= status["memory"]
         assert failures == []
         assert used <= 40 * 1024 * 1024
         assert all(equal(into) for into in found)

@@ -17,7 +17,7 @@ import joint
 from ckptd.v1 import daemon_pb2 as pb
 from ckptd.v1 import daemon_pb2_grpc
 from daemons import DaemonProcess
-from hosts import until
+from hosts import free_port, until
 
 
 def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -168,14 +168,6 @@ def test_the_socket_directory_is_private(home: Path) -> None:
         daemon.address = address
         daemon.start()
         assert (home / "private").stat().st_mode & 0o777 == 0o700
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])

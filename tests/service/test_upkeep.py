@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from ckptd.errors import Unavailable
 from ckptd.v1 import daemon_pb2
+from ckptd.v1.daemon_pb2_grpc import DaemonStub
 from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
 from ckptd_client.channel import connect
 from ckptd_client.stream import LoadStream
@@ -251,6 +253,24 @@ def test_a_deletion_that_fails_keeps_the_newer_save_that_is_on_its_way(held: tup
     daemon.restart()
     wait("run/step-1", address=daemon.address, timeout=60)
     assert load(daemon, "run/step-1") == 2.0
+
+
+def test_a_deletion_that_is_given_up_before_its_turn_takes_nothing(tmp_path: Path) -> None:
+    control, listed = tmp_path / "control", tmp_path / "listed"
+    control.write_text("{}")
+    with DaemonProcess(f"faulty://{tmp_path}/store", program=FAULTY, env={"FAULTY_CONTROL": str(control)}) as daemon:
+        save(daemon, "step-1")
+        control.write_text(json.dumps({"list_hangs": True, "list_log": str(listed)}))
+        command = [sys.executable, "-m", "ckptd", "prune", "--keep-last", "5", "--address", daemon.address]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as pruning, grpc.insecure_channel(daemon.address) as channel:
+            until(listed.exists, daemon)
+            with pytest.raises(grpc.RpcError) as given_up:
+                DaemonStub(channel).Delete(daemon_pb2.DeleteRequest(id="step-1"), timeout=0.5)  # type: ignore[no-untyped-call]
+            assert given_up.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            control.write_text("{}")
+            assert pruning.wait(60) == 0
+        assert daemon.cli("prune", "--keep-last", "5").returncode == 0  # what was asked for before comes before it
+        assert sorted(daemon.list()) == ["step-1"]
 
 
 def test_one_checkpoint_that_cannot_be_deleted_keeps_no_other(tmp_path: Path) -> None:

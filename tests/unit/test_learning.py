@@ -15,6 +15,7 @@ from ckptd.errors import NotFound, Unavailable
 from ckptd.learning import Learning
 from ckptd.ledger import Ledger
 from ckptd.localstore import LocalStore
+from ckptd.scan import Entry
 from ckptd.store import Children
 
 #: No test lasts so long: who waits does it for ever.
@@ -65,12 +66,20 @@ async def never() -> None:
 
 @pytest.mark.timeout(30)
 def test_the_store_is_waited_for_once_and_asked_on_without_anybody_waiting(store: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait, waits = asyncio.wait, list[float]()
+
+    async def in_vain(answers: list[asyncio.Future[Entry]], **patience: float) -> None:
+        """However slow this machine is, a wait begins in time, and soon is over."""
+        waits.append(patience["timeout"])
+        await wait(answers, timeout=0.01)
+
     async def run() -> None:
+        monkeypatch.setattr("ckptd.learning.LEARN_SECONDS", FOR_EVER)
+        monkeypatch.setattr("ckptd.learning.asyncio.wait", in_vain)
         with learns(store) as learning:
-            monkeypatch.setattr("ckptd.learning.LEARN_SECONDS", 0.01)
             assert not await learning.known("run")
-            monkeypatch.setattr("ckptd.learning.LEARN_SECONDS", FOR_EVER)
             assert not await learning.known("run")
+            assert len(waits) == 1
             with pytest.raises(Unavailable, match="does not answer"):
                 await learning.ask("run", never)
             assert store.asked == 1, "one question at a time"
@@ -99,5 +108,24 @@ def test_a_store_that_stops_to_answer_is_waited_for_once_more(store: Hanging, mo
                     await learning.ask("run", never)
             store.there.set()
             await until_known(learning)
+
+    asyncio.run(run())
+
+
+@pytest.mark.timeout(30)
+def test_a_save_that_comes_to_the_question_when_the_time_for_it_is_over_waits_for_nothing(
+    store: Hanging, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A copy of many bytes lies between the beginning of a save and its commit."""
+
+    async def run() -> None:
+        with learns(store) as learning:
+            monkeypatch.setattr("ckptd.learning.LEARN_SECONDS", 0.0)
+            learning.begin("run")
+            assert not await learning.known("run")
+            assert "saves go on without it" in caplog.text
+            monkeypatch.setattr("ckptd.learning.LEARN_SECONDS", FOR_EVER)
+            with pytest.raises(Unavailable, match="does not answer"):
+                await learning.ask("run", never)
 
     asyncio.run(run())
