@@ -173,22 +173,6 @@ def test_a_node_that_was_away_while_its_checkpoint_was_deleted_finds_nothing_to_
         assert not (store.path / ID / ".metadata").exists()
 
 
-def test_a_node_that_is_started_again_tries_what_failed_whatever_one_that_is_not_yet_says_of_it(tmp_path: Path) -> None:
-    store = Troubled(tmp_path)
-    with store.hosts(2) as hosts:
-        store.raises("EACCES")
-        save(addresses(hosts), ID, 1)
-        until("it has failed on both", lambda: [host.status()["failed"] for host in hosts] == [1, 1])
-        store.works()
-        hosts[0].restart()
-        until("its shard is there", lambda: list((store.path / ID / ".ckptd").glob("*-0-*.part")))
-        assert [host.status()["failed"] for host in hosts] == [0, 1]
-        hosts[1].restart()
-        for host in hosts:
-            host.daemon.until(ID, "durable")
-        assert_stock_reads(store.path, ID, 1, 2)
-
-
 def test_a_save_is_the_latest_though_the_clock_of_a_node_before_it_was_ahead(tmp_path: Path) -> None:
     hosts = Hosts(3, tmp_path / "store")
     ahead, behind, other = hosts
