@@ -1,8 +1,8 @@
 """Addresses as people write them: ``unix:PATH`` and ``HOST:PORT``, and who can reach what listens there.
 
-Promises: what is no address raises InvalidRequest that says what one looks like. Nothing is
-looked up: a name other than ``localhost`` counts as reachable from other machines, whatever
-it leads to.
+Promises: what is no address raises InvalidRequest that says what one looks like; what is one can
+be called, and written into a call's metadata, whoever has given it. Nothing is looked up: a name
+other than ``localhost`` counts as reachable from other machines, whatever it leads to.
 """
 
 from __future__ import annotations
@@ -17,6 +17,12 @@ from ckptd.errors import InvalidRequest
 
 #: A Unix socket's path has at most this many bytes (sun_path without its NUL).
 SOCKET_PATH_NBYTES: Final = 107
+#: A host's name has at most this many characters (RFC 1035, 3.1: 255 bytes on the wire, two more than in text).
+HOST_LENGTH: Final = 253
+
+#: Of names what hosts(5) allows, and ``_``, which resolvers take and people use; of IPv6 addresses the zone, too.
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
+_IPV6: Final = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9._~-]+)?")
 
 
 def default_address() -> str:
@@ -42,6 +48,7 @@ def parse_address(text: str) -> str:
         raise InvalidRequest(f"{shown(text)} is no address: give unix:PATH or HOST:PORT")
     if not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise InvalidRequest(f"{shown(text)} has no port between 1 and 65535")
+    _check_host(text, named, numeric=named != host)
     return text
 
 
@@ -53,6 +60,15 @@ def parse_peer(text: str) -> str:
     if is_wildcard(address):
         raise InvalidRequest(f"{shown(text)} can be listened on, not called: give the node's own name or address as HOST:PORT")
     return address
+
+
+def is_peer(text: str) -> bool:
+    """Whether `parse_peer` takes it: for hints, of which those that are no address are nothing."""
+    try:
+        parse_peer(text)
+    except InvalidRequest:
+        return False
+    return True
 
 
 def host_of(address: str) -> str:
@@ -95,6 +111,23 @@ def advertised(listen: Sequence[str]) -> str:
 def shown(text: str) -> str:
     """What somebody wrote, as messages quote it: never long."""
     return repr(text) if len(text) <= 80 else repr(text[:77] + "...")
+
+
+def _check_host(text: str, host: str, *, numeric: bool) -> None:
+    """Raises InvalidRequest unless the address `text` has a host that can be looked up; `numeric`: it was in brackets."""
+    if not host.isascii():
+        raise InvalidRequest(f"{shown(text)} has letters that no host's name has: give an international name in its xn-- form")
+    if len(host) > HOST_LENGTH:
+        raise InvalidRequest(f"{shown(text)} is too long: a host's name has at most {HOST_LENGTH} characters")
+    if numeric:
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            numeric = False
+        if not numeric or not _IPV6.fullmatch(host):
+            raise InvalidRequest(f"{shown(text)} has no IPv6 address in its brackets: give [ADDRESS]:PORT, or NAME:PORT without them")
+    elif not _NAME.fullmatch(host):
+        raise InvalidRequest(f"{shown(text)} is no address: a host's name has letters, digits, '-', '.' and '_' only")
 
 
 def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -10,17 +10,15 @@ needs their memory; `victims` says in which order they go.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from ckptd import errors
 from ckptd.attempt import Attempt, Drop, Effect, Forget, Shard, StopFlush, bound, own_tokens, victims
-from ckptd.model import CheckpointId
+from ckptd.model import CheckpointId, is_attempt
 from ckptd.v1.daemon_pb2 import Checkpoint
 from ckptd.v1.manifest_pb2 import Receipt, Record
 
-ATTEMPT = re.compile(r"[0-9a-f]{24}")
 #: How many ended attempts are remembered for `list` and `wait`.
 REMEMBERED = 256
 #: How many troubles one warning tells of.
@@ -156,7 +154,7 @@ class Catalog:
 
     def learn(self, run: str, attempt: str) -> None:
         """An attempt of the run exists somewhere: later ones must be newer."""
-        if ATTEMPT.fullmatch(attempt):  # others may say anything
+        if is_attempt(attempt):  # others may say anything, and a damaged name, too
             self.newest[run] = max(attempt, self.newest.get(run, ""))
 
     # -- becoming durable -------------------------------------------------------------------

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final
 
 from ckptd import binding, errors
+from ckptd.addresses import parse_peer
 from ckptd.attempt import Attempt, own_tokens
 from ckptd.catalog import REMEMBERED
 from ckptd.model import CheckpointId
@@ -77,14 +78,15 @@ class Commits:
         others = binding.others(catalog, request, self.node.address)
         if others and not binding.is_own(catalog, request.metadata):
             raise errors.InvalidRequest(f"{checkpoint}: the metadata pickle is held by another node: commit there")
+        _check_addresses(checkpoint, (receipt for receipt in request.shards if not binding.is_own(catalog, receipt)))
         self._tell_of_fewer_copies(checkpoint.run, len(others))
         if not others:
             return self._accept(binding.record_of(catalog, request, time.time_ns() // 1000, newest=newest))
         self.peers.learn(others.values())
         prepared = await self._prepare(request, checkpoint, others)
         binding.check(catalog, request)  # something may have expired meanwhile
-        newest = max(newest, *(reply.newest for reply in prepared.values()))
-        catalog.learn(checkpoint.run, newest)
+        for reply in prepared.values():
+            catalog.learn(checkpoint.run, reply.newest)
         record = binding.record_of(catalog, request, time.time_ns() // 1000, newest=newest, replicas=min(self.replicas, len(others)))
         record.store = self.node.ledger.url
         began = time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -234,6 +236,7 @@ class Commits:
         ]
         self.node.apply(effect for token in stale for effect in self.node.catalog.abandoned(token))
         if request.metadata.token not in self.node.arena:
+            _check_addresses(checkpoint, [request.metadata])
             await self._fetch_pickle(checkpoint, request.metadata)
             binding.check_held(self.node.catalog, checkpoint, request.shards)
         newest = max(newest, self.node.catalog.newest.get(checkpoint.run, ""))
@@ -245,9 +248,9 @@ class Commits:
         try:
             whole = [(0, receipt.nbytes)]
             try:
-                await pull(self.peers, receipt.address, receipt.token, whole, segment.path, self.node.threads)
+                await pull(self.peers, receipt.address, receipt.token, whole, segment.path, self.node.memory_threads)
             except errors.Unavailable:  # a connection that broke unnoticed fails the first call over it
-                await pull(self.peers, receipt.address, receipt.token, whole, segment.path, self.node.threads)
+                await pull(self.peers, receipt.address, receipt.token, whole, segment.path, self.node.memory_threads)
             if receipt.token in arena:  # asked for twice
                 arena.drop(segment.token)
                 return
@@ -278,6 +281,7 @@ class Commits:
         own = own_tokens(record, catalog.node)
         binding.check_held(catalog, checkpoint, [receipt for receipt in record.shards if receipt.token in own])
         binding.check_held(catalog, checkpoint, [record.metadata], metadata=True)
+        _check_addresses(checkpoint, (receipt for receipt in record.shards if receipt.node != catalog.node))
         self.peers.learn(receipt.address for receipt in record.shards if receipt.node != catalog.node)
         self.node.accept(record, confirmed=False)
 
@@ -319,3 +323,14 @@ class Commits:
         return WatchReply.Fate(
             attempt=name, state=attempt.state, reason=attempt.reason, held=sorted(attempt.held), adopted=not attempt.confirmed
         )
+
+
+def _check_addresses(checkpoint: CheckpointId, receipts: Iterable[Receipt]) -> None:
+    """Raises InvalidRequest if one of the receipts, of other nodes, has an address that none can be called by."""
+    for receipt in receipts:
+        try:
+            parse_peer(receipt.address)
+        except errors.InvalidRequest as exc:
+            raise errors.InvalidRequest(
+                f"{checkpoint}: the receipt of rank {receipt.rank} does not say where its daemon (node {receipt.node}) is called: {exc}"
+            ) from None

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from ckptd.errors import Unavailable
+from ckptd.errors import StoreError, Unavailable
 from ckptd.store import ABSENT, Changed
 
 #: One for all files of a directory; a random name is never this one.
@@ -34,6 +34,31 @@ _NO_LOCKS: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errn
 def version_of(status: os.stat_result) -> str:
     """What is another one after each rename over the file, and after each write into it that its times tell."""
     return f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}"
+
+
+class NoFile(StoreError):
+    """What has an object's name is neither a file nor a directory."""
+
+
+def open_file(path: Path, *, directory: int | None = None) -> int:
+    """Opens a regular file for reading. What is none is not opened: that could block, or do something.
+
+    `directory`: the one that it is in, open. Raises NoFile, and OSError: IsADirectoryError for a directory.
+    """
+    name = path if directory is None else path.name
+    try:
+        mode = os.stat(name, dir_fd=directory).st_mode
+    except OSError:  # opening it has the last word: then an NFS client asks its server
+        mode = stat.S_IFREG
+    _check_mode(path, mode)
+    # Not waiting for a FIFO that has come into its place just now.
+    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=directory)
+    try:
+        _check_mode(path, os.fstat(fd).st_mode)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def rename_over(temporary: Path, target: Path, replacing: str) -> bool:
@@ -109,24 +134,28 @@ def _leads_to(path: Path, fd: int) -> bool:
         return False
 
 
+def _check_mode(path: Path, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(mode):
+        raise NoFile(f"{path} is no file: move the FIFO, socket or device away that has the name of an object")
+
+
 def _check(target: Path, version: str, *, or_absent: bool = False) -> None:
     """Raises Changed unless `version` is what is there."""
     # Opened, not only looked at: then an NFS client asks its server what directory and file are by now.
     directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fd = os.open(target.name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
+        fd = open_file(target, directory=directory)
     except OSError as exc:
         if exc.errno not in (errno.ENOENT, errno.ELOOP):  # links that lead nowhere are listed as nothing, too
             raise
         present = ABSENT
     else:
         try:
-            status = os.fstat(fd)
+            present = version_of(os.fstat(fd))
         finally:
             os.close(fd)
-        if stat.S_ISDIR(status.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        present = version_of(status)
     finally:
         os.close(directory)
     if present != version and not (or_absent and present == ABSENT):

@@ -4,9 +4,8 @@ Promises: what is listed was committed; `.metadata` is put last, after the files
 have been seen in the store; a store that cannot be read raises and is never taken for an
 empty one; an older attempt is not put over a newer one that is there, nor over one that came
 after the last look, where the store knows conditional puts; an attempt that was
-deleted, durable or not yet, is not committed again, and none counts as committed while a deletion of its id could
-still take its `.metadata` away. Committing the same attempt again is harmless. Reads no item
-table to list, runs no pickle, deletes nothing but a pin.
+deleted, durable or not yet, is not committed again, and none counts as committed while a deletion of its id could still take its
+`.metadata` away. Committing the same attempt again is harmless. Reads no item table to list, runs no pickle, deletes nothing but a pin.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from ckptd import codec, manifest, metadata, tombstone
 from ckptd.errors import Corrupt, InvalidRequest, NotFound, Unavailable, WrongPhase
-from ckptd.model import OWN_DIRECTORY, CheckpointId, data_key, manifest_key, metadata_key, mint_token, pin_key
+from ckptd.model import OWN_DIRECTORY, CheckpointId, data_key, is_attempt, manifest_key, metadata_key, mint_token, pin_key
 from ckptd.scan import Entry, Scan, entry_of, marks_of, parallel, refusals, save_id, scan, step_of, tombstones
 from ckptd.store import ABSENT, Changed, Object, Store
 from ckptd.tombstone import COMMIT_SECONDS, DELETION_SECONDS
@@ -244,7 +243,8 @@ class Ledger:
         if only_new and now is not None and now.attempt != attempt:
             raise InvalidRequest(f"{id} is durable already: save under another id, or with overwrite=True")
         if now is not None and now.attempt is not None and now.attempt > attempt:
-            raise WrongPhase(f"{id}: attempt {attempt} is superseded by attempt {now.attempt}, which is durable")
+            how = "" if is_attempt(now.attempt) else ", and of a time that no clock tells: delete it, or save under another id"
+            raise WrongPhase(f"{id}: attempt {attempt} is superseded by attempt {now.attempt}, which is durable{how}")
         there = now if now is not None and now.attempt == attempt else None
         deletions = list(self._deletions(tombstones(id, marks)))
         gone = any(of[:24] == attempt and (there is None or of != there.save_id) for _, _, of in deletions)

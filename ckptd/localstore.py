@@ -4,8 +4,9 @@ Promises: a file appears under its name only when all its bytes are on disk, and
 when the directories that lead to it are, too (sibling temporary file, fsync, rename, fsync
 of each directory up to the root); a failed put leaves nothing; of two conditional puts on any two
 nodes one sees the other's. Symbolic links to directories
-are followed when listing; links that lead nowhere and a file system's own `lost+found` are
-nothing, and whatever else cannot be read is an error. Never expands patterns, never leaves
+are followed when listing; links that lead nowhere, what is neither a file nor a directory, and a file
+system's own `lost+found` are nothing, and whatever else cannot be read is an error. Opens files only:
+a FIFO would hang whoever reads. Never expands patterns, never leaves
 the root. Makes no directory in the place of one that was unmounted or moved away: that one is waited for.
 """
 
@@ -15,13 +16,14 @@ import contextlib
 import errno
 import logging
 import os
+import stat
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from ckptd.diskerrors import counted, leads_nowhere, passing, translated
 from ckptd.errors import Corrupt, NotFound, StoreError, Unavailable
-from ckptd.filelock import rename_over, unlink_only, version_of
+from ckptd.filelock import NoFile, open_file, rename_over, unlink_only, version_of
 from ckptd.store import Buffer, Children, Object, Source, check_key, check_prefix, is_temporary, reading, temporary_name
 
 log = logging.getLogger(__name__)
@@ -89,14 +91,14 @@ class LocalStore:
             return b""
         with translated(f"cannot read {path}"):
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = open_file(path)
                 try:
                     data = _read_range(fd, start, end)
                 finally:
                     os.close(fd)
-            except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as exc:
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError, NoFile) as exc:
                 self._check_root()
-                raise NotFound(f"{key} is not in the store {self.url}") from exc
+                raise NotFound(f"{key} is not in the store {self.url}" + (f": {exc}" if isinstance(exc, NoFile) else "")) from exc
         if end is not None and len(data) != end - start:
             raise Corrupt(f"{key} in {self.url} is too short: it has no bytes from {start + len(data)} to {end}")
         return data
@@ -224,7 +226,8 @@ class LocalStore:
     def _entries(self, directory: Path, start: str = "", *, below: bool = False) -> Iterator[_Found]:
         """What is in `directory` and begins with `start`, in order: directories with None.
 
-        What disappears meanwhile, or leads nowhere, is left out; what cannot be read raises. `below`: the root is being walked.
+        What disappears meanwhile, leads nowhere, or is no file either, is left out; what cannot be read raises.
+        `below`: the root is being walked.
         """
         with translated(f"cannot list {directory}"):
             try:
@@ -242,7 +245,8 @@ class LocalStore:
                     if leads_nowhere(exc):
                         continue
                     raise
-            yield entry, file
+            if file is None or stat.S_ISREG(file.st_mode):
+                yield entry, file
 
     def _way(self, directory: str) -> set[tuple[int, int] | None]:
         """Which directories lead from the root to `directory`, both included: a link back to one of them is no child."""

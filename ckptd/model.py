@@ -21,8 +21,11 @@ METADATA_NAME: Final = ".metadata"
 OWN_DIRECTORY: Final = ".ckptd"
 #: The name that means "the checkpoint accepted last" and therefore is no id.
 LATEST: Final = "latest"
+#: No clock tells more, in microseconds since the epoch: kernels count its nanoseconds in 63 bits, which end in the year 2262.
+CLOCK_LAST_US: Final = 2**63 // 1000
 
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
+_ATTEMPT = re.compile(r"[0-9a-f]{24}")
 _TRAILING_INTEGER = re.compile(r"\d+\Z")
 _RULE = (
     "an id is NAME or RUN/NAME; each part starts with a letter or digit, has at most 128 characters "
@@ -90,6 +93,11 @@ def mint_attempt(now_us: int, newest: str | None) -> str:
     if newest is not None:
         now_us = max(now_us, int(newest[:16], 16) + 1)
     return f"{now_us:016x}{secrets.token_hex(4)}"
+
+
+def is_attempt(text: str) -> bool:
+    """Whether an attempt's token can have been minted by somebody's clock: later ones can still be newer than it."""
+    return _ATTEMPT.fullmatch(text) is not None and int(text[:16], 16) <= CLOCK_LAST_US
 
 
 def data_key(id: CheckpointId, file: str) -> str:

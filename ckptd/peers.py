@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 import grpc
 
 from ckptd import errors, tls
-from ckptd.addresses import host_of
+from ckptd.addresses import host_of, is_peer, shown
 from ckptd.lookup import behind, is_numeric
 from ckptd.model import mint_token
 from ckptd.v1.peer_pb2 import WatchRequest
@@ -55,11 +55,9 @@ _OPTIONS: Final = (
     ("grpc.max_receive_message_length", MESSAGE_NBYTES),
     ("grpc.enable_retries", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # This is also how long one attempt to connect may take.
-    ("grpc.min_reconnect_backoff_ms", 3_000),
+    ("grpc.min_reconnect_backoff_ms", 3_000),  # this is also how long one attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # A new channel to a peer that is back must not share what the old one knows of it.
-    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel to a peer that is back must not share what the old one knows of it
     # A peer that was cut off is noticed while a call waits for it.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -114,7 +112,7 @@ class Peers:
     def called(self, address: str) -> None:
         """The daemon at this address has called, or somebody has just spoken to it: it is there."""
         self.learn([address])
-        if self._there(address):  # its channel may wait a second before it connects again, and refuses calls until then
+        if is_peer(address) and self._there(address):  # else its channel may wait a second, and refuses calls until then
             self._renew(address)
 
     def met(self, address: str) -> bool:
@@ -122,8 +120,8 @@ class Peers:
         return address in self._heard or address not in self.configured
 
     def learn(self, addresses: Iterable[str]) -> None:
-        """There are daemons at these addresses; "" and the own one are fine."""
-        fresh = {one for one in addresses if one.isascii()} - {"", self.own, *self._selves}  # others may say anything
+        """There are daemons at these addresses; the own one is fine, and what is none is nothing."""
+        fresh = set(filter(is_peer, addresses)) - {self.own, *self._selves}  # others may say anything
         self._known |= dict.fromkeys(sorted(fresh - self._known.keys()))
 
     def came_back(self, told: str) -> None:
@@ -228,7 +226,7 @@ class Peers:
 
     async def introduce(self, addresses: Iterable[str]) -> None:
         """Tells each of these daemons of the others, as far as they can be reached."""
-        others = sorted({address for address in addresses if address})
+        others = sorted(set(filter(is_peer, addresses)))
         await self.ask(others, "learn of other daemons", lambda stub: stub.Watch(WatchRequest(), (INTRODUCES_KEY, ",".join(others))))
 
     async def stream(self, address: str, doing: str, make: Callable[[Any], Any], stall_seconds: float) -> AsyncIterator[Any]:
@@ -289,6 +287,8 @@ class Peers:
         if self._closed:
             raise errors.Unavailable(f"this ckptd daemon ends, and does not call the one at {address} any more")
         if address not in self._channels:
+            if not is_peer(address):  # somebody else's word: gRPC would raise what no caller expects
+                raise errors.Unavailable(f"no ckptd daemon can be called at {shown(address)}: it is no address")
             if self._credentials is None:
                 self._channels[address] = grpc.aio.insecure_channel(address, options=_OPTIONS)
             else:

@@ -10,6 +10,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -482,3 +483,58 @@ def test_a_link_that_leads_nowhere_is_replaced_and_a_directory_is_an_error(tmp_p
         assert (tmp_path / key).read_bytes() == b"1"
     with pytest.raises(StoreError, match="a directory has the name"):
         store.put("c", lambda: [b"1"], replacing=ABSENT)
+
+
+# -- what is neither a file nor a directory -----------------------------------------------------------------------------
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def bound_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(path.parent):  # the whole path may be too long
+        server.bind(path.name)
+
+
+def link_to_a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def link_to_a_fifo(path: Path) -> None:
+    os.mkfifo(path.parent.parent / "elsewhere")
+    path.symlink_to("../elsewhere")
+
+
+ODD = pytest.mark.parametrize("make", [fifo, bound_socket, link_to_a_device, link_to_a_fifo])
+
+
+@ODD
+def test_what_is_no_file_is_not_read_and_nobody_waits_for_it(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    store = LocalStore(tmp_path)
+    store.put("step-1/file", lambda: [b"1"])
+    (tmp_path / "step-1" / ".ckptd").mkdir()
+    make(tmp_path / "step-1" / ".metadata")
+    assert [found.key for found in store.list()] == ["step-1/file"]
+    assert [found.key for found in store.list("step-1/.")] == []
+    assert [found.key for found in store.children("step-1")[0]] == ["step-1/file"]
+    for start, end in ((0, None), (0, 4), (3, None)):
+        with pytest.raises(NotFound, match=re.escape(f"{tmp_path}/step-1/.metadata is no file: move the FIFO, socket or device away")):
+            store.get("step-1/.metadata", start, end)
+
+
+@ODD
+def test_what_is_no_file_is_not_replaced_by_who_has_looked_at_something_else(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    store = LocalStore(tmp_path)
+    store.put("step-1/file", lambda: [b"1"])
+    path = tmp_path / "step-1" / ".metadata"
+    make(path)
+    for version in (ABSENT, "1-2-3"):
+        with pytest.raises(StoreError, match=re.escape(f"{path} is no file: move the FIFO, socket or device away")):
+            store.put("step-1/.metadata", lambda: [b"new"], replacing=version)
+    with pytest.raises(StoreError, match=re.escape(f"{path} is no file: move the FIFO, socket or device away")):
+        store.remove("step-1/.metadata", "1-2-3")
+    assert not path.is_file()
+    assert set(os.listdir(path.parent)) == {"file", ".metadata"}
+    store.delete(["step-1/.metadata"])
+    assert os.listdir(path.parent) == ["file"]

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from ckptd.errors import Corrupt
+from ckptd.errors import Corrupt, WrongPhase
 from ckptd.ledger import Ledger
 from ckptd.localstore import LocalStore
 from ckptd.model import CheckpointId, mint_attempt
@@ -428,3 +428,25 @@ def test_any_bit_of_any_file(bench: Bench) -> None:
         unseen += not found
         shutil.rmtree(checkpoint.directory)
     assert unseen <= 2  # the few bits of a zstd frame that mean nothing
+
+
+def test_a_time_that_no_clock_tells_stops_no_save_but_that_of_its_own_id_which_says_how_to_go_on(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with DaemonProcess(str(store), "--delete-grace", "0s", memory="64MiB") as daemon:
+        save(daemon.address, "run/step-1", states(1))
+        bad = Checkpoint(store, "run/step-1", {})
+        name = "f" * 16 + bad.manifest.name[16:]
+        bad.metadata.write_bytes(bad.metadata.read_bytes().replace(bad.manifest.name.encode(), name.encode()))
+        bad.manifest.rename(bad.manifest.with_name(name))
+        daemon.terminate()
+        daemon.start()  # what it knows of the run now, it knows from the store
+        for step in (2, 3):
+            save(daemon.address, f"run/step-{step}", states(step))
+        with pytest.raises(WrongPhase, match="of a time that no clock tells: delete it, or save under another id"):
+            save(daemon.address, "run/step-1", states(4))
+        ledger = Ledger(LocalStore(store))
+        assert ledger.find(CheckpointId.parse("run/step-3")).order > ledger.find(CheckpointId.parse("run/step-2")).order
+        deleted = daemon.cli("delete", "run/step-1")
+        assert deleted.returncode == 0, deleted.stderr
+        save(daemon.address, "run/step-1", states(5))
+        assert ledger.latest("run").id == CheckpointId.parse("run/step-1")

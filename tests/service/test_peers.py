@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -16,19 +15,17 @@ import pytest
 
 import joint
 from ckptd import peers
-from ckptd.errors import Unavailable
+from ckptd.errors import InvalidRequest, Unavailable
 from ckptd.peers import Peers
 from ckptd.v1 import peer_pb2 as pb
+from ckptd.v1.daemon_pb2 import CommitRequest, ResolveRequest
+from ckptd.v1.manifest_pb2 import Receipt
 from ckptd.v1.peer_pb2_grpc import PeerServicer, add_PeerServicer_to_server
+from ckptd_client.channel import connect
+from ckptd_client.meeting import introduce
+from ckptd_client.stream import LoadStream
 from daemons import DaemonProcess
-from hosts import Hosts, until
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
+from hosts import Hosts, free_port, until
 
 # -- connections that are replaced ----------------------------------------------------------------------------------
 
@@ -148,6 +145,65 @@ def test_after_the_end_nobody_is_called() -> None:
                 await call(there, address)
 
     with_silent(run)
+
+
+# -- what is no address -----------------------------------------------------------------------------------------------
+
+#: gRPC cannot write the first ones into a call's metadata.
+NO_ADDRESSES = ["a\nb:1", "a\x01b:1", "\x7f:1", "b\u00fccher.example:7070", "x" * 300_000 + ":1", "a:1,b:1", "unix:/run/ckptd.sock", ""]
+
+
+def test_what_is_no_address_is_not_learnt_and_nobody_is_called_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "LOOK_UP_SECONDS", 0.02)
+
+    async def run() -> None:
+        there, quiet, port = Peers("here:7070"), Quiet(), free_port()
+        server, address = await started(quiet, port), f"127.0.0.1:{port}"
+        there.learn([*NO_ADDRESSES, address])
+        for one in NO_ADDRESSES:
+            there.called(one)
+        assert there.known == there.reachable() == [address]
+        looking = asyncio.create_task(there.look_up_forever())
+        await there.introduce([*NO_ADDRESSES, address])
+        for one in NO_ADDRESSES:
+            for call in (watch, pull):
+                with pytest.raises(Unavailable, match=r"no ckptd daemon can be called at .*: it is no address"):
+                    await call(there, one)
+        assert await there.ask(NO_ADDRESSES, "say something", lambda stub: stub.Watch(pb.WatchRequest())) == {}
+        asked = len(quiet.told)
+        while len(quiet.told) < asked + 2 and not looking.done():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.02)
+        assert not looking.done()
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+        await there.close()
+        await server.stop(0)
+
+    asyncio.run(run())
+
+
+def test_a_client_that_brings_what_is_no_address_is_refused_where_it_matters_and_harms_nobody(tmp_path: Path) -> None:
+    with Hosts(1, tmp_path / "store", memory="64MiB") as hosts:
+        host = hosts[0]
+        introduce(NO_ADDRESSES, address=host.address)
+        joint.save(joint.addresses(hosts), "run/step-1", 1)
+        written = joint.Save(joint.addresses(hosts), "run/step-2", 2)
+        written.write()
+        record = joint.record_of(written, host)
+        daemon = connect(host.address)
+        attempt = daemon.resolve(ResolveRequest(id="run/step-1")).summary.attempt
+        with LoadStream(daemon, "run/step-1", attempt, NO_ADDRESSES) as stream:
+            stream.open()
+        for odd in [one for one in NO_ADDRESSES if one]:
+            other = Receipt(node="f" * 16, token="e" * 16, rank=1, address=odd, nbytes=1)
+            request = CommitRequest(id="run/step-2", shards=[*record.shards, other], metadata=record.metadata, durable=True)
+            with pytest.raises(InvalidRequest, match="the receipt of rank 1 does not say where its daemon") as caught:
+                daemon.commit(request)
+            assert len(str(caught.value)) < 1000
+        daemon.commit(CommitRequest(id="run/step-2", shards=record.shards, metadata=record.metadata, durable=True))
+        assert joint.load(host.address, "run/step-2", 1) == 2
+        assert host.status()["peers"] == []
+        assert "Traceback" not in host.daemon.log.read_text()
 
 
 # -- who has gone while nobody needed him ----------------------------------------------------------------------------

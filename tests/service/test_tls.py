@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from ckptd.errors import InvalidRequest, Unavailable
 from ckptd.peers import Peers
 from ckptd.v1 import daemon_pb2, daemon_pb2_grpc, peer_pb2
 from daemons import DaemonProcess
+from hosts import free_port
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,6 @@ def files(ca: trustme.CA, tmp_path: Path) -> Files:
     return issue(tmp_path, ca, "127.0.0.1", "node-3")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @dataclass(frozen=True)
 class Node:
     """A daemon with TLS on two loopback addresses; its certificate names the first alone."""
@@ -80,7 +74,7 @@ class Node:
 def node(ca: trustme.CA, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     home = tmp_path_factory.mktemp("node")
     files = issue(home / "tls", ca, "127.0.0.1")
-    address, unnamed = f"127.0.0.1:{free_port()}", f"127.0.0.2:{free_port()}"
+    address, unnamed = f"127.0.0.1:{free_port()}", f"127.0.0.2:{free_port('127.0.0.2')}"
     with DaemonProcess(str(home / "store"), "--listen", address, "--listen", unnamed, *files.flags, memory="64MiB") as process:
         yield Node(process, address, unnamed)
 

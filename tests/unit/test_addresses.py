@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.addresses import host_of, is_reachable, is_unix, is_wildcard, parse_address, parse_peer
+from ckptd import config
+from ckptd.addresses import HOST_LENGTH, host_of, is_peer, is_reachable, is_unix, is_wildcard, parse_address, parse_peer
 from ckptd.errors import InvalidRequest
 
 
@@ -16,6 +17,9 @@ from ckptd.errors import InvalidRequest
         ("127.0.0.1:7070", "127.0.0.1:7070"),
         ("[::1]:7070", "[::1]:7070"),
         ("node-3.cluster:7070", "node-3.cluster:7070"),
+        ("ckptd_node.3.:7070", "ckptd_node.3.:7070"),
+        ("xn--bcher-kva.example:7070", "xn--bcher-kva.example:7070"),
+        ("[fe80::1%eth0.100]:7070", "[fe80::1%eth0.100]:7070"),
     ],
 )
 def test_an_address_is_a_socket_or_a_host_with_a_port(text: str, address: str) -> None:
@@ -91,3 +95,63 @@ def test_what_other_nodes_cannot_call_is_no_peer(text: str) -> None:
 
 def test_a_peer_is_a_host_with_a_port() -> None:
     assert parse_peer("ckptd.jobs.svc.cluster.local:7070") == "ckptd.jobs.svc.cluster.local:7070"
+
+
+#: What a client, another node or a file may bring instead of an address. gRPC cannot write the first ones into a call's metadata.
+NO_PEERS = [
+    "a\nb:1",
+    "a\x01b:1",
+    "\x7f:1",
+    "b\u00fccher.example:7070",
+    "\udcfc:7070",
+    "x" * (HOST_LENGTH + 1) + ":1",
+    "a\0b:1",
+    "a,b:1",
+    "a:1,b:1",
+    "%%%:1",
+    "user@host:1",
+    "dns:///x:1",
+    "vsock:1:2",
+    "[node-3]:1",
+    "[127.0.0.1]:1",
+    "[::zz]:1",
+    "[fe80::1%\x01]:1",
+    "[fe80::1%]:1",
+    "[]:1",
+    "",
+    "unix:/run/ckptd.sock",
+    "0.0.0.0:7070",
+]
+
+
+@pytest.mark.parametrize("text", NO_PEERS)
+def test_nobody_is_called_by_what_is_no_address(text: str) -> None:
+    assert not is_peer(text)
+    with pytest.raises(InvalidRequest) as caught:
+        parse_peer(text)
+    assert str(caught.value).isprintable()
+
+
+def test_an_address_that_nodes_are_called_by_is_taken_whoever_brings_it() -> None:
+    for text in ("127.0.0.1:7070", "[::1]:7070", "[fe80::1%eth0]:7070", "node-3:1", "no..name:7070", "x" * HOST_LENGTH + ":1"):
+        assert is_peer(text)
+
+
+@pytest.mark.parametrize("option", ["listen", "advertise", "peer"])
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("b\u00fccher.example:7070", "give an international name in its xn-- form"),
+        ("a\x01b:7070", "a host's name has letters, digits, '-', '.' and '_' only"),
+        ("\x7f:7070", "a host's name has letters, digits, '-', '.' and '_' only"),
+        ("x" * 300 + ":7070", "a host's name has at most 253 characters"),
+        ("[node-3]:7070", "NAME:PORT without them"),
+    ],
+)
+def test_an_option_with_an_odd_address_is_refused_with_what_is_wrong(option: str, text: str, why: str) -> None:
+    flags: dict[str, str | list[str]] = {"store": "/data", "listen": ["127.0.0.1:7070"], "insecure": "true"}
+    flags[option] = text if option == "advertise" else [text]
+    with pytest.raises(InvalidRequest) as caught:
+        config.load(flags, {})
+    assert str(caught.value).startswith(f"--{option}: ")
+    assert why in str(caught.value)

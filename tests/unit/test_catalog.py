@@ -7,7 +7,7 @@ import pytest
 from ckptd import binding, errors
 from ckptd.attempt import Drop, Forget, StopFlush, checkpoint_of, irreplaceable
 from ckptd.catalog import REMEMBERED, Catalog
-from ckptd.model import CheckpointId
+from ckptd.model import CLOCK_LAST_US, CheckpointId, is_attempt
 from ckptd.v1.daemon_pb2 import Checkpoint, CommitRequest
 from ckptd.v1.manifest_pb2 import Receipt, Record
 
@@ -72,9 +72,28 @@ def test_attempts_of_a_run_are_ordered_whatever_the_clock_says() -> None:
     driver.now_us = 5
     second, _ = driver.save("step-2")
     assert second.summary.attempt > first.summary.attempt
-    driver.catalog.learn("", "0fff" + "f" * 20)
+    driver.catalog.learn("", f"{CLOCK_LAST_US - 1:016x}" + "f" * 8)
     third, _ = driver.save("step-3")
-    assert third.summary.attempt > "0fff" + "f" * 20
+    assert third.summary.attempt > f"{CLOCK_LAST_US - 1:016x}" + "f" * 8
+
+
+@pytest.mark.parametrize("us", [CLOCK_LAST_US + 1, 2**63, 2**64 - 1])
+def test_a_time_that_no_clock_tells_is_not_learnt_from(us: int) -> None:
+    driver = Driver()
+    driver.catalog.learn("run", f"{5_000_000:016x}" + "0" * 8)
+    driver.catalog.learn("run", f"{us:016x}" + "f" * 8)
+    record, _ = driver.save("run/step-1")
+    assert is_attempt(record.summary.attempt)
+    assert f"{5_000_000:016x}" < record.summary.attempt < f"{us:016x}"
+
+
+def test_what_is_no_attempt_is_not_learnt_from() -> None:
+    driver = Driver()
+    for text in ("", "z" * 24, "f" * 23, "f" * 25, "F" * 24):
+        driver.catalog.learn("", text)
+    record, _ = driver.save("step-1")
+    assert is_attempt(record.summary.attempt)
+    assert driver.catalog.newest == {"": record.summary.attempt}
 
 
 def test_a_newer_attempt_of_an_id_ends_the_older_and_its_flush() -> None:
