@@ -283,7 +283,8 @@ class Backlog:
             )
         elif found.ranks and now - retry.since > LATE_SECONDS and not attempt.doubtful:  # else the reason is known, and said
             nodes = dict.fromkeys(f"node {r.node} at {r.address}" for r in attempt.record.shards if r.rank in found.ranks)
-            self.catalog.delayed(name, f"{found}: is {self.ledger.url} the same on all nodes, and can {', '.join(nodes)} write to it?")
+            named = ", ".join([*nodes][:3]) + (f" and {len(nodes) - 3} more" if len(nodes) > 3 else "")
+            self.catalog.delayed(name, f"{found}: is {self.ledger.url} the same on all nodes, and can {named} write to it?")
 
     def _open(self) -> list[Attempt]:
         """What may be flushed now."""

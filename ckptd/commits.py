@@ -281,7 +281,7 @@ class Commits:
         own = own_tokens(record, catalog.node)
         binding.check_held(catalog, checkpoint, [receipt for receipt in record.shards if receipt.token in own])
         binding.check_held(catalog, checkpoint, [record.metadata], metadata=True)
-        _check_addresses(checkpoint, (receipt for receipt in record.shards if receipt.node != catalog.node))
+        _check_addresses(checkpoint, (receipt for receipt in record.shards if not binding.is_own(catalog, receipt)))
         self.peers.learn(receipt.address for receipt in record.shards if receipt.node != catalog.node)
         self.node.accept(record, confirmed=False)
 

@@ -1,4 +1,6 @@
-"""Replacing or removing a file only while it is what somebody has looked at, among the writers of all nodes that share the directory.
+"""A store's files where a look comes before the deed: opened only if they are files, replaced or removed only as what was looked at.
+
+The latter among the writers of all nodes that share the directory.
 
 Promises: of those who come through here, one at a time looks at a file and then renames another over it or removes it,
 whatever stops them in between; the lock goes with its holder's process. It is `flock` on a file beside, not on the directory:
@@ -51,8 +53,11 @@ def open_file(path: Path, *, directory: int | None = None) -> int:
     except OSError:  # opening it has the last word: then an NFS client asks its server
         mode = stat.S_IFREG
     _check_mode(path, mode)
-    # Not waiting for a FIFO that has come into its place just now.
-    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=directory)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY
+    try:  # not waiting for a FIFO that has come into its place just now
+        fd = os.open(name, flags | os.O_NONBLOCK, dir_fd=directory)
+    except BlockingIOError:  # another machine caches the file, and is told to let go of it
+        fd = os.open(name, flags, dir_fd=directory)
     try:
         _check_mode(path, os.fstat(fd).st_mode)
     except BaseException:

@@ -24,7 +24,7 @@ class Incomplete(errors.CkptdError):
 
     def __init__(self, ranks: Iterable[int], *, news: bool) -> None:
         self.ranks = frozenset(ranks)
-        named = ", ".join(map(str, sorted(self.ranks)))
+        named = ", ".join(map(str, sorted(self.ranks)[:16])) + (f" and {len(self.ranks) - 16} more" if len(self.ranks) > 16 else "")
         what = f"the shards of ranks {named} are" if len(self.ranks) > 1 else f"the shard of rank {named} is"
         super().__init__(f"{what} not in the store yet")
         self.news = news

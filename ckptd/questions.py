@@ -8,19 +8,36 @@ Lives on the loop; calls that block run in threads.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, TypeVar, cast
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 def unattended(work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
-    """A task of its own for what is done to its end: to be shielded. All who wait for it may be gone when it fails."""
+    """A task of its own: to be shielded. All who wait for it may be gone when it fails."""
     task = asyncio.create_task(work)
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return task
+
+
+async def to_its_end(what: str, work: Coroutine[Any, Any, R]) -> R:
+    """What it gives or raises. If whoever waits is cancelled it goes on, and the log has what it raises then."""
+    task = unattended(work)
+
+    def log_failure(ended: asyncio.Task[R]) -> None:
+        if not ended.cancelled() and (error := ended.exception()) is not None:
+            log.warning("%s, for a caller that has gone: %s: %s", what, type(error).__name__, error)
+
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(log_failure)
+        raise
 
 
 class Questions:

@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 
 from ckptd import metadata
 from ckptd.errors import Corrupt, InvalidRequest, NotFound, Unavailable
-from ckptd.model import METADATA_NAME, OWN_DIRECTORY, CheckpointId, manifest_key, metadata_key, pin_key
+from ckptd.model import METADATA_NAME, OWN_DIRECTORY, CheckpointId, is_attempt, manifest_key, metadata_key, pin_key
 from ckptd.store import Object, Store
 from ckptd.tombstone import is_tombstone, refused
 
@@ -64,8 +64,10 @@ class Entry:
 
     @property
     def order(self) -> str:
-        """Where it stands in time, as text that sorts with attempt tokens."""
-        return self.attempt if self.attempt is not None else f"{self.accepted_us:016x}"
+        """Where it stands in time, as text that sorts with attempt tokens; at the beginning if no clock tells such a time."""
+        if self.attempt is None:
+            return f"{self.accepted_us:016x}"
+        return self.attempt if is_attempt(self.attempt) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +115,9 @@ def entry_of(store: Store, id: CheckpointId, marks: Marks) -> Entry | None:
             if named and there is None and not looked_again:  # it was replaced since its marks were listed, or is damaged
                 looked_again, marks = True, marks_of(store, id)
                 continue
-            # A name that leads nowhere is not believed if it makes the checkpoint look older than it is.
-            damaged = newest is not None and (not _is_stock(tail) if named is None else there is None and named < newest)
+            # A name that leads nowhere is not believed if it makes the checkpoint look older than it is, or of a time that no clock tells.
+            wrong = named is not None and there is None and newest is not None and (named < newest or not is_attempt(named[:24]))
+            damaged = wrong or (newest is not None and named is None and not _is_stock(tail))
             if damaged and newest is not None:
                 named, there = newest, marks[manifest_key(id, newest)]
             return Entry(

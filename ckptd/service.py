@@ -19,7 +19,7 @@ from ckptd.fallback import Fallback
 from ckptd.index import Piece
 from ckptd.model import CheckpointId, parse_run, parse_target
 from ckptd.node import Node
-from ckptd.questions import unattended
+from ckptd.questions import to_its_end
 from ckptd.reading import Source
 from ckptd.restore import Restore
 from ckptd.retention import Policy
@@ -120,7 +120,7 @@ class Service(DaemonServicer):
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.Checkpoint:
         # A task of its own: a caller that goes away must not leave half a commit.
-        return checkpoint_of(await asyncio.shield(unattended(self.commits.commit(request))))
+        return checkpoint_of(await to_its_end("a commit", self.commits.commit(request)))
 
     async def Wait(self, request: pb.WaitRequest, context: Context) -> pb.Checkpoint:
         return await until_durable(self.restore, CheckpointId.parse(request.id), request.token, request.sealed_us)

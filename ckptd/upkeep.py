@@ -20,7 +20,7 @@ from ckptd.deletion import Deletion
 from ckptd.ledger import Ledger
 from ckptd.model import CheckpointId
 from ckptd.node import Node
-from ckptd.questions import unattended
+from ckptd.questions import to_its_end
 from ckptd.restore import Restore
 from ckptd.retention import Policy, Verdict, decide
 from ckptd.scan import Entry
@@ -84,14 +84,14 @@ class Upkeep:
         """Deletes what no rule keeps (None: this daemon's own rules), then what nothing refers to and is old enough."""
         grace = self.delete_grace_seconds if delete_grace_seconds is None else delete_grace_seconds
         orphan_age = self.orphan_age_seconds if orphan_age_seconds is None else orphan_age_seconds
-        return await self._alone(lambda: self._prune(run, policy or self.policy, grace, orphan_age, dry_run=dry_run))
+        return await self._alone("a prune", lambda: self._prune(run, policy or self.policy, grace, orphan_age, dry_run=dry_run))
 
     async def delete(self, checkpoint: CheckpointId) -> tuple[Deleted, float]:
         """Deletes one checkpoint from store and memory; returns what goes, and after how many seconds.
 
         Raises NotFound; WrongPhase if it is pinned or a load reads it; Unavailable if it may come back without a second deletion.
         """
-        return await self._alone(lambda: self._delete(checkpoint))
+        return await self._alone(f"the deletion of {checkpoint}", lambda: self._delete(checkpoint))
 
     async def pin(self, checkpoint: CheckpointId, *, pinned: bool) -> Checkpoint:
         """No policy deletes the checkpoint any more, or again any may. Raises NotFound, WrongPhase."""
@@ -180,12 +180,17 @@ class Upkeep:
         if swept.later_files:
             self._look_again(run, min(self.delete_grace_seconds + 1.0, SWEEP_SECONDS))
 
-    async def _alone(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _alone(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Does it when nothing else is at it. Who goes away before that has asked for nothing; what has begun is done to its end."""
+
+        async def then_let_others() -> T:
+            try:
+                return await work()
+            finally:
+                self._one_at_a_time.release()
+
         await self._one_at_a_time.acquire()
-        task = unattended(work())
-        task.add_done_callback(lambda _: self._one_at_a_time.release())
-        return await asyncio.shield(task)
+        return await to_its_end(what, then_let_others())
 
     async def _delete(self, checkpoint: CheckpointId) -> tuple[Deleted, float]:
         deleted = await self.deletion.delete(checkpoint)

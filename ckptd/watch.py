@@ -26,6 +26,8 @@ from ckptd.v1.peer_pb2 import TellRequest, WatchReply, WatchRequest
 
 log = logging.getLogger(__name__)
 
+#: Before the reason for which an attempt failed on another node.
+_SAID: Final = "another node says: "
 #: How often the others are asked.
 ROUND_SECONDS: Final = 2.0
 
@@ -37,6 +39,8 @@ class _Seen:
     fate: WatchReply.Fate | None
     #: When it was there last, by the node's clock.
     last: float
+    #: When it said first that it has given up what is tried again here.
+    denied: float = 0.0
 
 
 class Watch:
@@ -48,8 +52,8 @@ class Watch:
         #: Told of attempts of which another node knows that all have accepted them.
         self.confirmed: Callable[[str], None] = lambda _: None
         self._seen: dict[str, dict[str, _Seen]] = {}
-        #: Since when each attempt is watched, by the node's clock.
-        self._since: dict[str, float] = {}
+        #: What an earlier daemon left.
+        self._left: set[str] = set()
         self._looking: dict[str, asyncio.Task[None]] = {}
         self._woken = asyncio.Event()
         self._telling: set[asyncio.Task[object]] = set()
@@ -60,6 +64,7 @@ class Watch:
     async def forever(self) -> None:
         """Asks round after round."""
         for attempt in self._watched():
+            self._left.add(attempt.name)
             self.taken_over(attempt)
         while True:
             self._woken.clear()
@@ -122,7 +127,7 @@ class Watch:
     async def _round(self) -> None:
         watched = self._watched()
         for name in self._seen.keys() - {attempt.name for attempt in watched}:
-            del self._seen[name], self._since[name]
+            del self._seen[name]
             self.node.backlog.forget(name)
         if not watched:
             return
@@ -130,7 +135,6 @@ class Watch:
         asked: dict[str, list[Attempt]] = {}
         for attempt in watched:
             for node, address in self._others(attempt).items():
-                self._since.setdefault(attempt.name, now)
                 self._seen.setdefault(attempt.name, {}).setdefault(node, _Seen(None, now))
                 asked.setdefault(address, []).append(attempt)
         for address, attempts, reply in await self._ask(asked):
@@ -162,12 +166,21 @@ class Watch:
             return
         if fate.state != Checkpoint.UNKNOWN and not fate.adopted and not attempt.confirmed:
             self.confirmed(attempt.name)
-        recovering = attempt.name in self.node.backlog.recovered and self.node.awake.now() - self._since[attempt.name] < LOST_SECONDS
-        if fate.state == Checkpoint.FAILED and seen.fate is None and recovering:
-            seen.last = self.node.awake.now()  # this node has been started since, to try again, and the other has yet to
-            self._tell([self._others(attempt)[node]], attempt, TellRequest(attempt=attempt.name, again=True))
+        if fate.state == Checkpoint.FAILED and seen.fate is None and self._is_to_try_again(attempt, node, seen):
+            seen.last = self.node.awake.now()
         elif _counts(attempt, node, fate):
             self._seen[attempt.name][node] = _Seen(fate, self.node.awake.now())
+
+    def _is_to_try_again(self, attempt: Attempt, node: str, seen: _Seen) -> bool:
+        """Whether the node may not have heard yet that what it has given up is tried again: who was started again tells it, once."""
+        if attempt.name not in self.node.backlog.recovered:
+            return False
+        now = self.node.awake.now()
+        if not seen.denied:
+            seen.denied = now
+            if attempt.name in self._left:
+                self._tell([self._others(attempt)[node]], attempt, TellRequest(attempt=attempt.name, again=True))
+        return now - seen.denied < 2 * ROUND_SECONDS
 
     async def _ask(self, asked: dict[str, list[Attempt]]) -> Iterable[tuple[str, list[Attempt], WatchReply]]:
         async def one(address: str, attempts: list[Attempt]) -> tuple[str, list[Attempt], WatchReply] | None:
@@ -201,7 +214,7 @@ class Watch:
             self.look(name)
         if found.failed and attempt.pending:
             log.error("%s cannot be made durable, says another node: %s", attempt.id, found.failed)
-            catalog.failed(name, f"another node says: {found.failed}")
+            catalog.failed(name, f"{_SAID}{found.failed.removeprefix(_SAID)}")
             return
         if attempt.pending:
             catalog.replicated(name, replicated=found.replicated)

@@ -446,6 +446,8 @@ def test_a_time_that_no_clock_tells_stops_no_save_but_that_of_its_own_id_which_s
             save(daemon.address, "run/step-1", states(4))
         ledger = Ledger(LocalStore(store))
         assert ledger.find(CheckpointId.parse("run/step-3")).order > ledger.find(CheckpointId.parse("run/step-2")).order
+        wait("run/step-3", address=daemon.address, timeout=60)
+        assert ledger.latest("run").id == CheckpointId.parse("run/step-3")
         deleted = daemon.cli("delete", "run/step-1")
         assert deleted.returncode == 0, deleted.stderr
         save(daemon.address, "run/step-1", states(5))

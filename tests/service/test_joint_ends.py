@@ -63,6 +63,17 @@ def test_what_failed_on_several_nodes_is_tried_again_on_all_when_one_of_them_is_
         told = hosts[3].daemon.list()[ID]
         assert told["state"] == "failed"
         assert "Permission denied" in told["reason"]  # though it took no part
+
+        def failures() -> list[int]:
+            return [host.daemon.log.read_text().count(f"{ID} cannot be made durable") for host in hosts[:3]]
+
+        before = failures()
+        store.works(on=hosts[0])
+        hosts[0].restart()  # while the others still cannot
+        until("they have tried again", lambda: all(failures()[number] > before[number] for number in (1, 2)))
+        until("it has failed again", lambda: [host.status()["failed"] for host in hosts[:3]] == [1, 1, 1])
+        time.sleep(5.0)  # they ask each other every other second
+        assert max(now - then for now, then in zip(failures(), before, strict=True)) <= 3
         store.works()
         hosts[1].restart()
         for host in hosts[:3]:
