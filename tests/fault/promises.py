@@ -58,6 +58,8 @@ class Told:
 
     def saves(self, daemon: ForkedDaemon, id: str, value: int, numel: int = 10_000) -> None:
         """Saves unless the daemon is dead; notes what came of it."""
+        if daemon.dead():  # perhaps in the middle of an earlier save, of which nobody is sure either
+            return
         self.unsure[id] = value
         if survives(daemon, lambda: save(daemon, id, value, numel, overwrite=True)):
             self.accepted[id] = self.unsure.pop(id)
