@@ -52,7 +52,7 @@ class Watch:
         #: Told of attempts of which another node knows that all have accepted them.
         self.confirmed: Callable[[str], None] = lambda _: None
         self._seen: dict[str, dict[str, _Seen]] = {}
-        #: What an earlier daemon left.
+        #: What an earlier daemon left, and this one tries for the first time.
         self._left: set[str] = set()
         self._looking: dict[str, asyncio.Task[None]] = {}
         self._woken = asyncio.Event()
@@ -97,6 +97,7 @@ class Watch:
         if attempt is not None and attempt.state == Checkpoint.FAILED and attempt.intact:
             log.info("%s is tried again: another node that holds it was started again", attempt.id)
             self.node.backlog.recovered.add(name)
+            self._left.discard(name)  # who is told tells nobody: else they would go on telling each other
             self._revive(attempt)
 
     def tell(self, attempt: Attempt, *, everybody: bool) -> None:
@@ -128,6 +129,7 @@ class Watch:
         watched = self._watched()
         for name in self._seen.keys() - {attempt.name for attempt in watched}:
             del self._seen[name]
+            self._left.discard(name)
             self.node.backlog.forget(name)
         if not watched:
             return

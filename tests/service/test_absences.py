@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 import saved
 from ckptd.ledger import Ledger
@@ -39,7 +40,17 @@ def goes_on_when_back(home: Path, *, away: int, moved: bool = False) -> None:
         store.works()  # the other uploads its shard, and waits
         there = hosts[1 - away]
         until("who waits is told for whom", lambda: f"rank {away} " in there.daemon.cli("wait", ID, "--timeout", "1s").stderr)
-        there.daemon.until(ID, "lost", timeout=90)
+        reasons = set()
+
+        def is_lost() -> bool:
+            line = there.daemon.list()[ID]
+            reasons.add(line.get("reason", ""))
+            return line["state"] == "lost"
+
+        until("it is lost", is_lost, timeout=90, every=0.5)
+        assert not [reason for reason in reasons if "the same on all nodes" in reason]  # it is not the store that is wrong
+        with pytest.raises(CheckpointException, match=rf"{hosts[away].peer}, which may hold one, has not answered for \d+ s"):
+            load(there.address, "another/latest", 1)
         drained = there.daemon.cli("drain")
         assert drained.returncode == 1, drained.stdout
         assert ID in drained.stdout

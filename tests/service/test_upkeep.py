@@ -273,6 +273,24 @@ def test_a_deletion_that_is_given_up_before_its_turn_takes_nothing(tmp_path: Pat
         assert sorted(daemon.list()) == ["step-1"]
 
 
+def test_a_deletion_that_has_begun_is_done_to_its_end_though_its_caller_goes(tmp_path: Path) -> None:
+    control, listed = tmp_path / "control", tmp_path / "listed"
+    control.write_text("{}")
+    with DaemonProcess(f"faulty://{tmp_path}/store", program=FAULTY, env={"FAULTY_CONTROL": str(control)}) as daemon:
+        save(daemon, "step-1")
+        assert daemon.cli("prune", "--keep-last", "5").returncode == 0  # what follows a save by itself is over by then
+        control.write_text(json.dumps({"list_hangs": True, "list_log": str(listed)}))
+        with grpc.insecure_channel(daemon.address) as channel:
+            call = DaemonStub(channel).Delete.future(daemon_pb2.DeleteRequest(id="step-1"))  # type: ignore[no-untyped-call]
+            until(listed.exists, daemon)
+            call.cancel()
+            with grpc.insecure_channel(daemon.address) as other:  # by the time of its answer the daemon has heard of that
+                DaemonStub(other).Status(daemon_pb2.StatusRequest(), timeout=30)  # type: ignore[no-untyped-call]
+        time.sleep(0.5)
+        control.write_text("{}")
+        until(lambda: not daemon.list(), daemon)
+
+
 def test_one_checkpoint_that_cannot_be_deleted_keeps_no_other(tmp_path: Path) -> None:
     control = tmp_path / "control"
     control.write_text("{}")
