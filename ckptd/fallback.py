@@ -76,9 +76,12 @@ class Fallback:
         """None: something was deleted or saved again meanwhile."""
         run = target.run if isinstance(target, CheckpointId) else target
         waiting = await self.restore.unstored(run)
+        not_reached: list[str] = []
         try:
             line = await self.restore.resolve(target)
+            not_reached = [*line.not_reached]
             if (held := self._held(CheckpointId.parse(line.summary.id), line.summary.attempt)) is not None:
+                held.not_reached.extend(line.not_reached)
                 return held
         except errors.Corrupt:
             pass  # that is what is to be found out below
@@ -98,6 +101,7 @@ class Fallback:
                 if skipped:
                     found.skipped.extend(skipped)
                     log.error("a load of %s goes back to %s: %s", named(target), _id(candidate), "; ".join(skipped))
+                found.not_reached.extend(not_reached)
                 return found
             skipped.append(f"{_id(candidate)}: {why}")
         if not skipped:

@@ -11,10 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TypeVar
 
 from ckptd import contents, errors
 from ckptd.attempt import Attempt, checkpoint_of
@@ -28,19 +27,15 @@ from ckptd.peers import Peers
 from ckptd.questions import Questions
 from ckptd.reading import Source, Ways
 from ckptd.scan import Entry
-from ckptd.sighting import Sighting
+from ckptd.sighting import GONE, Sighting, not_reached
+from ckptd.summaries import Summaries
 from ckptd.v1.daemon_pb2 import Checkpoint
 from ckptd.v1.manifest_pb2 import Manifest, Record, Summary
 from ckptd.whereabouts import Whereabouts
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-#: What does not come back if the store does not have it: what was durable there was deleted since.
-GONE = (Checkpoint.ABORTED, Checkpoint.DURABLE)
 #: How long a store that hangs may keep a reader from what memory holds whole.
 PATIENCE_SECONDS = 3.0
-#: Summaries kept: they never change, an attempt's name is theirs for good.
-REMEMBERED_SUMMARIES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +64,7 @@ class Restore:
         self.readers: Counter[CheckpointId] = Counter()
         nearby = Nearby(self.peers, self.whereabouts, node.memory_threads, self.bytes_from)
         self.ways = Ways(node, fetcher, self.indexes, self.whereabouts, nearby, self.bytes_from, self.readers)
-        self._summaries: dict[tuple[str, str], Summary] = {}
+        self.summaries = Summaries(ledger, threads)
         node.caches.append((fetcher.victims, fetcher.evicted))
         node.caches.append((self.indexes.victims, self.indexes.evicted))
         node.give_up_unread = fetcher.give_up_unread
@@ -105,7 +100,7 @@ class Restore:
         meant = self._meant(target, self._pending(before), seen)
         newest = max(meant, default="")
         if newest and (entry is None or newest > entry.order):
-            return meant[newest]
+            return self._with_what_is_newer(meant[newest], newest, seen)
         if entry is None:
             within = "" if isinstance(target, CheckpointId) or not target else f" in run {target!r}"
             what = f"no checkpoint {target}" if isinstance(target, CheckpointId) else f"no checkpoint{within}"
@@ -120,22 +115,12 @@ class Restore:
             if silent or any(not one.ended for one in parts):  # nobody may start from nothing because a node is slow to come back
                 raise errors.Unavailable(f"{what} in {self.fetcher.store.url} or in memory{why}; retry in some seconds")
             raise errors.NotFound(f"{what} in {self.fetcher.store.url} or in memory{why}; `ckptd list` shows what is there")
-        if silent := self.whereabouts.silent():
-            log.warning(
-                "%s is the newest that is known: no answer comes from the ckptd daemon at %s", entry.id, " and the one at ".join(silent)
-            )
-        return await (self.readable(entry) if to_open else self.line(entry))
-
-    async def line(self, entry: Entry) -> Checkpoint:
-        """One durable checkpoint, as the store knows it. Raises Corrupt if not even its summary can be read."""
-        line = (await self._durable([entry]))[0]
-        if line.state != Checkpoint.DURABLE:
-            raise errors.Corrupt(line.reason)
-        return line
+        line = await (self.readable(entry) if to_open else self.summaries.line(entry))
+        return self._with_what_is_newer(line, entry.order, seen)
 
     async def readable(self, entry: Entry) -> Checkpoint:
-        """The same, as a reader opens it."""
-        line = await self.line(entry)
+        """A durable checkpoint, as a reader opens it. Raises Corrupt if not even its summary can be read."""
+        line = await self.summaries.line(entry)
         if line.stock:
             line.summary.attempt = (await self.indexes.look(entry.id)).identity
         return line
@@ -162,7 +147,7 @@ class Restore:
             entries, incomplete = found.entries, found.incomplete
         except (errors.Unavailable, errors.StoreError) as exc:
             trouble, entries, incomplete = exc, [], []
-        lines = {entry.id: line for entry, line in zip(entries, await self._durable(entries), strict=True)}
+        lines = {entry.id: line for entry, line in zip(entries, await self.summaries.lines(entries), strict=True)}
         orders = {entry.id: entry.order for entry in entries}
         ended = [a for a in self.node.catalog.attempts.values() if a.ended and not a.joint and a.state != Checkpoint.ABORTED]
         if trouble is not None:  # else the store says what of that is there
@@ -295,6 +280,14 @@ class Restore:
         meant = {attempt.name: checkpoint_of(attempt) for attempt in own if target in (attempt.id, attempt.id.run)}
         return meant | {name: one.line() for name, one in seen.items() if _shared(one) and one.restorable}
 
+    def _with_what_is_newer(self, line: Checkpoint, name: str, seen: Mapping[str, Sighting]) -> Checkpoint:
+        """Who loads it hears what is newer and cannot be read; the log has what may be newer, too."""
+        line.not_reached.extend(not_reached(seen, name))
+        silent = [f"no answer comes from the ckptd daemon at {address}" for address in self.whereabouts.silent()]
+        for why in (*line.not_reached, *silent):
+            log.warning("%s is the newest that can be read: %s", line.summary.id, why)
+        return line
+
     async def _without_store(
         self, target: CheckpointId | str, seen: dict[str, Sighting], error: errors.Unavailable | errors.StoreError
     ) -> Checkpoint:
@@ -320,29 +313,9 @@ class Restore:
         found = await self.indexes.contents(checkpoint, name)
         if isinstance(found, Manifest) and found.summary.id == str(checkpoint):
             return Checkpoint(summary=found.summary, state=Checkpoint.DURABLE)
-        line = await self.line(await self.indexes.same(checkpoint, name))
+        line = await self.summaries.line(await self.indexes.same(checkpoint, name))
         line.summary.attempt = name
         return line
-
-    async def _durable(self, entries: Sequence[Entry]) -> list[Checkpoint]:
-        """What the store knows of each; one that is damaged is incomplete, with the reason."""
-        unknown = [entry for entry in entries if entry.save_id is None or (str(entry.id), entry.save_id) not in self._summaries]
-        found = await self._run(self.ledger.summaries, unknown) if unknown else []
-        fresh = dict(zip([entry.id for entry in unknown], found, strict=True))
-        lines = []
-        for entry in entries:
-            key = (str(entry.id), entry.save_id or "")
-            summary = fresh.get(entry.id) or self._summaries[key]
-            if isinstance(summary, errors.Corrupt):
-                lines.append(Checkpoint(summary=Summary(id=str(entry.id)), state=Checkpoint.INCOMPLETE, reason=str(summary)))
-                continue
-            if entry.save_id is not None and len(self._summaries) < REMEMBERED_SUMMARIES:
-                self._summaries[key] = summary
-            lines.append(Checkpoint(summary=summary, state=Checkpoint.DURABLE, stock=entry.attempt is None, pinned=entry.pinned))
-        return lines
-
-    async def _run(self, call: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.threads, call, *arguments)
 
 
 def _shared(seen: Sighting) -> bool:

@@ -19,6 +19,8 @@ from ckptd.v1.peer_pb2 import Holding
 
 #: Stands for this node where others have addresses.
 HERE: Final = ""
+#: What does not come back if the store does not have it: what was durable there was deleted since.
+GONE: Final = (Checkpoint.ABORTED, Checkpoint.DURABLE)
 
 
 @dataclass(slots=True)
@@ -107,6 +109,12 @@ def merged(own: Iterable[Attempt], told: Mapping[str, Iterable[Holding]]) -> dic
             if seen.record is None and holding.HasField("record"):
                 seen.record = read_record(name, holding.record.SerializeToString())
     return found
+
+
+def not_reached(seen: Mapping[str, Sighting], name: str) -> list[str]:
+    """What was accepted later than the attempt `name`, was not deleted, and cannot be read: newest first, in words."""
+    newer = (one for at, one in sorted(seen.items(), reverse=True) if at > name)
+    return [f"a save of {one.summary.id} was accepted later: {one.line().reason}" for one in newer if one.missing and one.state not in GONE]
 
 
 def _why(missing: Collection[Receipt]) -> list[str]:

@@ -88,4 +88,4 @@ async def _in_store(restore: Restore, checkpoint: CheckpointId, sealed_us: int, 
             raise errors.NotFound(f"no checkpoint {checkpoint} in the store or in memory; `ckptd list` shows what is there") from None
         raise errors.WrongPhase(f"checkpoint {checkpoint} will not become durable: {ended.reason}") from None
     refuse_older(checkpoint, entry.accepted_us, sealed_us)
-    return await restore.line(entry)
+    return await restore.summaries.line(entry)

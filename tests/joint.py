@@ -106,10 +106,10 @@ def save_replicated(hosts: Hosts, id: str, value: int) -> None:
         host.daemon.until(id, "replicated")
 
 
-def load(address: str, id: str, world: int, numel: int = 10_000) -> int:
+def load(address: str, id: str, world: int, numel: int = 10_000, *, fallback: bool = False) -> int:
     """The value that the checkpoint holds, after comparing all of it. Raises what DCP raises."""
     found = blank(state(0, world, numel))
-    dcp.load(found, storage_reader=DaemonStorageReader(id, address=address), no_dist=True)
+    dcp.load(found, storage_reader=DaemonStorageReader(id, address=address, fallback=fallback), no_dist=True)
     assert_equal(found, state(found["r0"]["value"], world, numel))
     return int(found["r0"]["value"])
 

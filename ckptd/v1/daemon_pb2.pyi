@@ -130,7 +130,7 @@ class CommitRequest(_message.Message):
     def __init__(self, id: _Optional[str] = ..., step: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_manifest_pb2.Receipt, _Mapping]]] = ..., metadata: _Optional[_Union[_manifest_pb2.Receipt, _Mapping]] = ..., tags: _Optional[_Mapping[str, str]] = ..., durable: bool = ..., only_new: bool = ...) -> None: ...
 
 class Checkpoint(_message.Message):
-    __slots__ = ("summary", "state", "reason", "pinned", "stock", "abandoned", "skipped")
+    __slots__ = ("summary", "state", "reason", "pinned", "stock", "abandoned", "skipped", "not_reached")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         UNKNOWN: _ClassVar[Checkpoint.State]
@@ -156,6 +156,7 @@ class Checkpoint(_message.Message):
     STOCK_FIELD_NUMBER: _ClassVar[int]
     ABANDONED_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    NOT_REACHED_FIELD_NUMBER: _ClassVar[int]
     summary: _manifest_pb2.Summary
     state: Checkpoint.State
     reason: str
@@ -163,7 +164,8 @@ class Checkpoint(_message.Message):
     stock: bool
     abandoned: bool
     skipped: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, summary: _Optional[_Union[_manifest_pb2.Summary, _Mapping]] = ..., state: _Optional[_Union[Checkpoint.State, str]] = ..., reason: _Optional[str] = ..., pinned: bool = ..., stock: bool = ..., abandoned: bool = ..., skipped: _Optional[_Iterable[str]] = ...) -> None: ...
+    not_reached: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, summary: _Optional[_Union[_manifest_pb2.Summary, _Mapping]] = ..., state: _Optional[_Union[Checkpoint.State, str]] = ..., reason: _Optional[str] = ..., pinned: bool = ..., stock: bool = ..., abandoned: bool = ..., skipped: _Optional[_Iterable[str]] = ..., not_reached: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WaitRequest(_message.Message):
     __slots__ = ("id", "token", "sealed_us")

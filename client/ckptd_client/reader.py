@@ -133,6 +133,8 @@ class DaemonStorageReader(StorageReader):
         checkpoint_id, attempt = found.summary.id, found.summary.attempt
         for skipped in found.skipped:
             warn_always(f"{checkpoint_id} is loaded instead of {target}, because a newer checkpoint is damaged: {skipped}")
+        for why in found.not_reached:
+            warn_always(f"{checkpoint_id} is loaded as {target}, the newest that can be read: {why}")
         with LoadStream(daemon, checkpoint_id, attempt) as stream:
             pickled, tables = stream.index(stream.open())
         metadata = pickles.load(pickled, checkpoint_id)

@@ -30,8 +30,8 @@ def save(host: Host, id: str, value: int, **options: Any) -> None:
     joint.save([host.address] * WORLD, id, value, NUMEL, **options)
 
 
-def load(host: Host, id: str, *, world: int = WORLD) -> int:
-    return joint.load(host.address, id, world, NUMEL)
+def load(host: Host, id: str, *, world: int = WORLD, fallback: bool = False) -> int:
+    return joint.load(host.address, id, world, NUMEL, fallback=fallback)
 
 
 class Pausing(DefaultLoadPlanner):
@@ -137,7 +137,10 @@ def test_a_checkpoint_whose_part_is_gone_is_passed_over_and_says_what_is_missing
         joint.save([hosts[0].address, hosts[1].address], "run/step-2", 2, NUMEL, durable=False)
         node = hosts[1].status()["node"]
         hosts[1].lose()
-        assert load(hosts[2], "run/latest") == 1
+        told = rf"run/step-1 is loaded as run/latest, .* run/step-2 was accepted later: .* rank 1 .* node {node} at"
+        for fallback in (False, True):
+            with pytest.warns(UserWarning, match=told):
+                assert load(hosts[2], "run/latest", fallback=fallback) == 1
         with pytest.raises(CheckpointException) as failed:
             load(hosts[0], "run/step-2", world=2)
         assert re.search(rf"Unavailable: .*rank 1 .*node {node} at {hosts[1].peer}.*retry", causes(failed.value))

@@ -13,7 +13,7 @@ from ckptd.codec import Raw
 from ckptd.errors import InvalidRequest
 from ckptd.model import BLOCK_NBYTES, CheckpointId, mint_attempt
 from ckptd.nearby import owner_of
-from ckptd.sighting import Sighting, merged
+from ckptd.sighting import Sighting, merged, not_reached
 from ckptd.v1.daemon_pb2 import Checkpoint
 from ckptd.v1.manifest_pb2 import Item, Receipt, Record, Stored, StoredShard, Summary, Table
 from ckptd.v1.peer_pb2 import Holding
@@ -84,6 +84,16 @@ def test_a_lost_part_that_is_held_again_is_not_lost() -> None:
     found = seen(a=lost, b=says("shard-b", "pickle"))
     assert found.restorable
     assert found.state == Checkpoint.ACCEPTED
+
+
+@pytest.mark.parametrize("state", Checkpoint.State.values())
+def test_who_loads_an_older_one_hears_of_a_newer_that_is_cut_off_and_not_of_one_that_is_gone(state: Checkpoint.State) -> None:
+    found = merged([], {A: says("shard-a", "pickle", state=state)})
+    told = not_reached(found, mint_attempt(999_999, None))
+    assert bool(told) is (state not in (Checkpoint.ABORTED, Checkpoint.DURABLE))
+    assert all("run/step-1 was accepted later: " in why and f"node b at {B}" in why for why in told)
+    assert not not_reached(found, ATTEMPT)
+    assert not not_reached(merged([], {A: says("shard-a", "pickle", state=state), B: says("shard-b")}), "")
 
 
 def test_without_its_record_nobody_knows_what_it_consists_of() -> None:
