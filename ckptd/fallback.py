@@ -19,13 +19,13 @@ from typing import Final, TypeAlias
 
 from ckptd import errors
 from ckptd.attempt import checkpoint_of
-from ckptd.ledger import newest_first
+from ckptd.ledger import Ledger, newest_first
 from ckptd.model import LATEST, CheckpointId
 from ckptd.node import Node
 from ckptd.restore import Restore
 from ckptd.scan import Entry
 from ckptd.store import Object, Store
-from ckptd.survey import InformedLedger
+from ckptd.survey import KnownDamage
 from ckptd.v1.daemon_pb2 import Checkpoint
 from ckptd.verify import ADVICE, is_whole
 
@@ -51,12 +51,13 @@ class _Check:
 class Fallback:
     """Answers what `Restore.resolve` answers, with what is whole."""
 
-    def __init__(self, node: Node, restore: Restore, ledger: InformedLedger, store: Store, threads: Executor) -> None:
+    def __init__(self, node: Node, restore: Restore, ledger: Ledger, store: Store, threads: Executor, known: KnownDamage) -> None:
         self.node = node
         self.restore = restore
         self.ledger = ledger
         self.store = store
         self.threads = threads
+        self.known = known
         self._whole: dict[_Key, None] = {}
         self._checks: dict[_Key, _Check] = {}
 
@@ -173,9 +174,9 @@ class Fallback:
             self._forget(key, check)
         if damage:
             log.error("checkpoint %s is damaged: %s", entry.id, "; ".join(damage))
-            self.ledger.known.found(entry, damage[0])
+            self.known.found(entry, damage[0])
         else:
-            self.ledger.known.whole(entry)
+            self.known.whole(entry)
             self._whole[key] = None
             while len(self._whole) > REMEMBERED:
                 del self._whole[next(iter(self._whole))]

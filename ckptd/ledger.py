@@ -103,18 +103,6 @@ class Ledger:
         """`summary` of many, in their order and some at a time; damage of one does not hide the others."""
         return parallel(self._summary_or_damage, entries)
 
-    def known_damage(self, entry: Entry) -> str:
-        """Why the `.metadata` of a checkpoint that stock DCP wrote cannot be read; "" if it can. Ours tell it by their tail."""
-        if entry.save_id is not None:
-            return ""
-        try:
-            metadata.read(self._store.get(entry.metadata.key))
-        except Corrupt as exc:
-            return f"{entry.metadata.key} is damaged: {exc}"
-        except NotFound:  # deleted meanwhile: then it is looked at again before anything happens
-            return ""
-        return ""
-
     def manifest(self, entry: Entry) -> Manifest:
         """What the checkpoint consists of. Raises Corrupt; NotFound if stock DCP wrote it, which leaves none."""
         if entry.save_id is None:

@@ -1,8 +1,8 @@
 """What retention has to decide about: the durable checkpoints of a store, as `retention` wants to know them.
 
 Promises: everything in the store that is a checkpoint is in the survey, what is damaged as well, with
-the reason; the newest of each run that is not called damaged has all its files, in their sizes, and nobody
-who asked an InformedLedger has read it and found it damaged. Blocking; writes nothing.
+the reason; the newest of each run that is not called damaged has all its files, in their sizes, and it is
+not known to be damaged, from having been read. Blocking; writes nothing.
 """
 
 from __future__ import annotations
@@ -52,31 +52,35 @@ class KnownDamage:
         return self._found.get(_save(entry), "")
 
 
-class InformedLedger(Ledger):
-    """The ledger of a process that reads checkpoints, and remembers which of them are damaged."""
-
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
-        self.known = KnownDamage()
-
-    def known_damage(self, entry: Entry) -> str:
-        """What was found when it was read, whoever wrote it; else what its `.metadata` tells."""
-        return self.known.of(entry) or super().known_damage(entry)
-
-
 def _save(entry: Entry) -> tuple[CheckpointId, str | Object]:
     """Stock DCP names no save: its `.metadata` is another object after each."""
     return entry.id, entry.save_id or entry.metadata
 
 
-def survey(store: Store, ledger: Ledger, run: str | None, busy: Callable[[Entry], str] = lambda _: "") -> list[tuple[Entry, Candidate]]:
+def survey(
+    store: Store, ledger: Ledger, run: str | None, busy: Callable[[Entry], str] = lambda _: "", known: KnownDamage | None = None
+) -> list[tuple[Entry, Candidate]]:
     """All checkpoints (of one run). `busy` says why one must stay now, "" if it need not. Raises StoreError, Unavailable."""
     entries = ledger.entries(run)
     linked = links(entries)
-    damage = parallel(ledger.known_damage, entries)  # the last good one must not go for one that nobody can load
+    # The last good one must not go for one that nobody can load.
+    damage = parallel(lambda entry: (known.of(entry) if known else "") or _unreadable(store, entry), entries)
     told = [Corrupt(why) if why else summary for why, summary in zip(damage, ledger.summaries(entries), strict=True)]
     candidates = [_candidate(entry, found, linked.get(entry.id) or busy(entry)) for entry, found in zip(entries, told, strict=True)]
     return _with_newest_whole(store, ledger, list(zip(entries, candidates, strict=True)))
+
+
+def _unreadable(store: Store, entry: Entry) -> str:
+    """Why the `.metadata` of a checkpoint that stock DCP wrote cannot be read; "" if it can. Ours tell it by their tail."""
+    if entry.save_id is not None:
+        return ""
+    try:
+        metadata.read(store.get(entry.metadata.key))
+    except Corrupt as exc:
+        return f"{entry.metadata.key} is damaged: {exc}"
+    except NotFound:  # deleted meanwhile: then it is looked at again before anything happens
+        return ""
+    return ""
 
 
 def _with_newest_whole(store: Store, ledger: Ledger, found: list[tuple[Entry, Candidate]]) -> list[tuple[Entry, Candidate]]:

@@ -24,7 +24,7 @@ from ckptd.questions import to_its_end
 from ckptd.restore import Restore
 from ckptd.retention import Policy, Verdict, decide
 from ckptd.scan import Entry
-from ckptd.survey import survey
+from ckptd.survey import KnownDamage, survey
 from ckptd.sweeper import Deleted, Sweeper, Swept
 from ckptd.v1.daemon_pb2 import Checkpoint, DrainReply
 
@@ -53,6 +53,7 @@ class Upkeep:
         policy: Policy,
         delete_grace_seconds: float,
         orphan_age_seconds: float,
+        known: KnownDamage,
     ) -> None:
         self.node = node
         self.restore = restore
@@ -62,6 +63,7 @@ class Upkeep:
         self.policy = policy
         self.delete_grace_seconds = delete_grace_seconds
         self.orphan_age_seconds = orphan_age_seconds
+        self.known = known
         self.deletion = Deletion(node, restore, ledger, sweeper, threads)
         self._one_at_a_time = asyncio.Lock()
         #: When each run that this node saves to is looked at next, in the loop's time.
@@ -201,7 +203,7 @@ class Upkeep:
     async def _prune(
         self, run: str | None, policy: Policy, grace: float, orphan_age: float, *, dry_run: bool
     ) -> tuple[list[Verdict], Swept]:
-        surveyed = await self._run(survey, self.sweeper.store, self.ledger, run, self._busy_now())
+        surveyed = await self._run(survey, self.sweeper.store, self.ledger, run, self._busy_now(), self.known)
         verdicts = decide([candidate for _, candidate in surveyed], policy, time.time_ns() // 1000)
         entries = {entry.id: entry for entry, _ in surveyed}
         doomed = [verdict for verdict in verdicts if not verdict.keep]

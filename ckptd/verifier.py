@@ -16,11 +16,12 @@ from typing import TypeVar
 
 from ckptd import errors
 from ckptd.attempt import Attempt
+from ckptd.ledger import Ledger
 from ckptd.model import CheckpointId, parse_run, parse_target
 from ckptd.node import Node
 from ckptd.scan import Entry
 from ckptd.store import Store
-from ckptd.survey import InformedLedger
+from ckptd.survey import KnownDamage
 from ckptd.v1.daemon_pb2 import Checkpoint, VerifyReply, VerifyRequest
 from ckptd.verify import reply_of, verify
 
@@ -30,11 +31,12 @@ T = TypeVar("T")
 class Verifier:
     """Verifies what is in the store, one checkpoint after another."""
 
-    def __init__(self, node: Node, ledger: InformedLedger, store: Store, threads: Executor) -> None:
+    def __init__(self, node: Node, ledger: Ledger, store: Store, threads: Executor, known: KnownDamage) -> None:
         self.node = node
         self.ledger = ledger
         self.store = store
         self.threads = threads
+        self.known = known
 
     async def replies(self, request: VerifyRequest) -> AsyncIterator[VerifyReply]:
         """What is found, as it is found. Raises NotFound if there is no such checkpoint, and what the store raises."""
@@ -49,9 +51,9 @@ class Verifier:
                 while (step := await self._run(functools.partial(next, steps, None))) is not None:
                     if step.damage and not damage:
                         damage = step.damage[0]
-                        self.ledger.known.found(entry, damage)
+                        self.known.found(entry, damage)
                     elif step.ended and not damage:
-                        self.ledger.known.whole(entry)
+                        self.known.whole(entry)
                     yield reply_of(step)
             finally:
                 with suppress(RuntimeError):  # the daemon ends
@@ -60,7 +62,7 @@ class Verifier:
     async def loaded(self, looking: Awaitable[Entry], damage: errors.Corrupt) -> None:
         """A load has found this. `looking` finds what it has read, and raises if that is not in the store (any more)."""
         with suppress(errors.CkptdError):
-            self.ledger.known.found(await looking, str(damage))
+            self.known.found(await looking, str(damage))
 
     async def _meant(self, request: VerifyRequest) -> tuple[list[Entry], list[Attempt]]:
         """What is to be read, and what is in memory alone."""

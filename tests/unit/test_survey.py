@@ -11,7 +11,7 @@ from ckptd.ledger import Ledger
 from ckptd.localstore import LocalStore
 from ckptd.model import CheckpointId
 from ckptd.retention import Policy, decide
-from ckptd.survey import InformedLedger, survey
+from ckptd.survey import KnownDamage, survey
 from saved import save, save_stock
 
 
@@ -74,35 +74,35 @@ def test_what_was_found_damaged_takes_no_place_until_it_is_saved_again_or_whole(
     for step in (1, 2):
         save(store, f"step-{step}", step)
     save_stock(store, "stock/step-1", {"__0_0.distcp": b"data"})
-    ledger = InformedLedger(store)
+    ledger, known = Ledger(store), KnownDamage()
 
     def told(id: str) -> str:
-        return {str(candidate.id): candidate.damaged for _, candidate in survey(store, ledger, None)}[id]
+        return {str(candidate.id): candidate.damaged for _, candidate in survey(store, ledger, None, known=known)}[id]
 
     assert told("step-2") == told("stock/step-1") == ""
     for id in ("step-2", "stock/step-1"):
-        ledger.known.found(ledger.find(CheckpointId.parse(id)), f"{id}/a file is damaged; load another checkpoint")
+        known.found(ledger.find(CheckpointId.parse(id)), f"{id}/a file is damaged; load another checkpoint")
         assert told(id) == f"found when it was read: {id}/a file is damaged"
     assert told("step-1") == ""
-    found = survey(store, ledger, "")
+    found = survey(store, ledger, "", known=known)
     assert [one.keep for one in decide([candidate for _, candidate in found], Policy(1), 10**9)] == [True, True]
     old = ledger.find(CheckpointId.parse("step-2"))
     save(store, "step-2", 3)
     assert told("step-2") == ""
-    assert ledger.known.of(old)
-    ledger.known.whole(ledger.find(CheckpointId.parse("stock/step-1")))
+    assert known.of(old)
+    known.whole(ledger.find(CheckpointId.parse("stock/step-1")))
     assert told("stock/step-1") == ""
 
 
 def test_of_what_was_found_damaged_the_last_are_remembered(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptd.survey.REMEMBERED", 2)
-    ledger = InformedLedger(store)
+    ledger, known = Ledger(store), KnownDamage()
     for step in (1, 2, 3):
         save(store, f"step-{step}", step)
     first, second, third = (ledger.find(CheckpointId.parse(f"step-{step}")) for step in (1, 2, 3))
     for entry in (first, second, first, third):
-        ledger.known.found(entry, "a file is damaged")
-    assert [bool(ledger.known.of(entry)) for entry in (first, second, third)] == [True, False, True]
+        known.found(entry, "a file is damaged")
+    assert [bool(known.of(entry)) for entry in (first, second, third)] == [True, False, True]
 
 
 def test_what_is_busy_says_why(store: LocalStore) -> None:
