@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from ckptd import config
+from ckptd import config, options
 from ckptd.cli import source
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def add_commands(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "file; a flag goes before the environment, the environment before the file.",
         allow_abbrev=False,
     )
-    for option in config.OPTIONS:
+    for option in options.OPTIONS:
         source.add_option(parser, option)
     parser.add_argument("--config", metavar="FILE.toml", help="file with any of these options as keys")
     parser.set_defaults(run=_serve)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptd import addresses, config
+from ckptd import addresses, options
 from ckptd.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: Options of ``serve`` by name, which other commands take as well.
-OPTIONS = {option.name: option for option in config.OPTIONS}
+OPTIONS = {option.name: option for option in options.OPTIONS}
 #: Help for an argument that `model.parse_target` reads.
 TARGET = "ID, RUN/ID, latest or RUN/latest"
 
@@ -56,7 +56,7 @@ def add_store_option(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--store-option", metavar="K=V", action="append", help="option of the store's filesystem, repeatable")
 
 
-def add_option(parser: argparse._ActionsContainer, option: config.Option) -> None:
+def add_option(parser: argparse._ActionsContainer, option: options.Option) -> None:
     """An option that ``serve`` has, too: spelled and explained alike."""
     if option.switch:
         # Not given is not the same as false: the environment may say true.
@@ -77,7 +77,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def add_log_level(parser: argparse.ArgumentParser) -> None:
     """The flag of every command but ``serve``, which has one of its own."""
-    parser.add_argument("--log-level", metavar="LEVEL", choices=config.LOG_LEVELS, help="debug shows tracebacks")
+    parser.add_argument("--log-level", metavar="LEVEL", choices=options.LOG_LEVELS, help="debug shows tracebacks")
 
 
 def opened(arguments: argparse.Namespace) -> AbstractContextManager[Daemon | Direct]:
@@ -92,7 +92,7 @@ def opened(arguments: argparse.Namespace) -> AbstractContextManager[Daemon | Dir
         raise InvalidRequest("--store: it names no store; give a directory or a URL such as s3://bucket/prefix")
     from ckptd.cli.direct import Direct  # a daemon's callers need no store
 
-    return nullcontext(Direct(arguments.store, config.parse_store_options(arguments.store_option or [])))
+    return nullcontext(Direct(arguments.store, options.parse_store_options(arguments.store_option or [])))
 
 
 def daemon(arguments: argparse.Namespace) -> Daemon:
@@ -123,7 +123,7 @@ def option(arguments: argparse.Namespace, name: str) -> Any:
 
 def duration(arguments: argparse.Namespace, name: str) -> float | None:
     """Seconds from the flag ``--name``; None if it was not given. Raises InvalidRequest."""
-    return _read(arguments, name, config.parse_duration)
+    return _read(arguments, name, options.parse_duration)
 
 
 def _read(arguments: argparse.Namespace, name: str, parse: Callable[[str], T]) -> T | None:

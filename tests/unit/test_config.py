@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd import addresses, config
+from ckptd import addresses, config, options
 from ckptd.errors import InvalidRequest
 
 
@@ -27,13 +27,13 @@ from ckptd.errors import InvalidRequest
     ],
 )
 def test_a_size_is_bytes_or_a_number_with_a_unit(text: str, nbytes: int) -> None:
-    assert config.parse_size(text) == nbytes
+    assert options.parse_size(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1XB", "GiB", "1e9", "0x10", "1 2", "inf", "nan", "0.1B", "9" * 40, "\u0661GiB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="is not a size"):
-        config.parse_size(text)
+        options.parse_size(text)
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,13 @@ def test_what_is_no_size_is_refused(text: str) -> None:
     [("90", 90.0), ("0", 0.0), ("10s", 10.0), ("500ms", 0.5), ("1.5m", 90.0), ("1h", 3600.0), ("24H", 86400.0), ("2d", 172800.0)],
 )
 def test_a_duration_is_seconds_or_a_number_with_a_unit(text: str, seconds: float) -> None:
-    assert config.parse_duration(text) == pytest.approx(seconds)
+    assert options.parse_duration(text) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1 week", "s", "1h30m", "inf", "nan", "1e3"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="is not a duration"):
-        config.parse_duration(text)
+        options.parse_duration(text)
 
 
 def test_defaults_are_what_the_documentation_says() -> None:
