@@ -297,11 +297,6 @@ class Catalog:
         candidates = [a for a in self.attempts.values() if a.id == checkpoint and a.confirmed and (a.restorable or not restorable)]
         return max(candidates, key=lambda attempt: attempt.name, default=None)
 
-    def latest(self, run: str) -> Attempt | None:
-        """The restorable attempt of the run that was accepted last."""
-        candidates = [attempt for attempt in self.attempts.values() if attempt.id.run == run and attempt.restorable]
-        return max(candidates, key=lambda attempt: attempt.name, default=None)
-
     # -- inside -----------------------------------------------------------------------------
 
     def unbound(self, checkpoint: CheckpointId) -> list[Shard]:

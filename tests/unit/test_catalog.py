@@ -59,11 +59,11 @@ def test_an_accepted_attempt_is_latest_and_waits_to_be_flushed() -> None:
     driver = Driver()
     record, effects = driver.save("run/step-1")
     assert effects == []
-    latest = driver.catalog.latest("run")
-    assert latest is not None
-    assert latest.name == record.summary.attempt
-    assert driver.catalog.to_flush() == [latest]
-    assert driver.catalog.latest("") is None
+    newest = driver.catalog.newest_of(CheckpointId.parse("run/step-1"))
+    assert newest is not None
+    assert newest.name == record.summary.attempt
+    assert driver.catalog.to_flush() == [newest]
+    assert driver.catalog.newest_of(CheckpointId.parse("step-1")) is None
 
 
 def test_attempts_of_a_run_are_ordered_whatever_the_clock_says() -> None:
@@ -421,7 +421,7 @@ def test_an_attempt_whose_memory_was_removed_is_lost_with_the_reason() -> None:
     attempt = driver.catalog.attempts[record.summary.attempt]
     assert attempt.state == Checkpoint.LOST
     assert "removed" in attempt.reason
-    assert driver.catalog.latest("") is None
+    assert driver.catalog.newest_of(CheckpointId.parse("step-1")) is None
 
 
 def test_saves_that_fail_at_commit_leave_no_metadata_pickles_behind() -> None:
@@ -452,9 +452,9 @@ def test_an_attempt_that_others_have_yet_to_accept_supersedes_nothing_and_is_not
     assert driver.catalog.attempts[older.summary.attempt].pending
     # It comes to nothing: what was accepted before is still there.
     driver.catalog.aborted(newer.summary.attempt, "not accepted by all")
-    latest = driver.catalog.latest("run")
-    assert latest is not None
-    assert latest.record == older
+    newest = driver.catalog.newest_of(CheckpointId.parse("run/step-1"))
+    assert newest is not None
+    assert newest.record == older
 
 
 def test_an_attempt_that_is_confirmed_supersedes_older_ones() -> None:
