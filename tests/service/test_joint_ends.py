@@ -53,6 +53,7 @@ def test_what_cannot_become_durable_on_one_node_fails_on_all(tmp_path: Path) -> 
                 wait(ID, address=host.address, timeout=30)
 
 
+@pytest.mark.slow
 def test_what_failed_on_several_nodes_is_tried_again_on_all_when_one_of_them_is_restarted(tmp_path: Path) -> None:
     store = Troubled(tmp_path)
     with store.hosts(4) as hosts:

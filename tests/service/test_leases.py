@@ -14,6 +14,7 @@ from ckptd_client.mapping import open_mapping
 from daemons import DaemonProcess
 
 
+@pytest.mark.slow
 def test_an_unsealed_segment_that_nobody_maps_goes_although_its_lease_lives(tmp_path: Path) -> None:
     with DaemonProcess(str(tmp_path / "store")) as daemon, grpc.insecure_channel(daemon.address) as channel:
         stub = DaemonStub(channel)

@@ -44,6 +44,7 @@ def needed_from_others(rank: int, saved: int, loaded: int) -> int:
     return total
 
 
+@pytest.mark.slow
 def test_four_nodes_become_three_and_each_gets_little_more_than_it_needs(world: World, tmp_path: Path) -> None:
     with Hosts(4, tmp_path / "store") as hosts:
         world.call("save", addresses=addresses(hosts), id="run/step-1", value=1)
