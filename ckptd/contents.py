@@ -17,7 +17,7 @@ from typing import Final
 
 from ckptd.errors import Corrupt
 from ckptd.metadata import Contents, Tensor
-from ckptd.model import CheckpointId
+from ckptd.model import CheckpointId, is_attempt
 from ckptd.v1.daemon_pb2 import Checkpoint, ShowReply
 from ckptd.v1.manifest_pb2 import Item, Table
 
@@ -168,7 +168,7 @@ def mark_abandoned(lines: Sequence[Checkpoint]) -> None:
     for line in lines:
         checkpoint = CheckpointId.parse(line.summary.id)
         step = line.summary.step if line.summary.HasField("step") else checkpoint.step
-        if step is not None and line.summary.attempt:
+        if step is not None and is_attempt(line.summary.attempt):  # of a time that no clock tells, nobody knows what it was before
             stepped.append((checkpoint.run, step, line.summary.attempt, line))
     newest = ("", "")  # run, and the newest attempt at lower steps of it
     for run, _, attempt, line in sorted(stepped, key=lambda found: found[:3]):

@@ -7,8 +7,9 @@ import pytest
 from ckptd import contents
 from ckptd.errors import Corrupt
 from ckptd.metadata import Contents, StoredAt, Tensor
+from ckptd.model import mint_attempt
 from ckptd.v1.daemon_pb2 import Checkpoint, ShowReply
-from ckptd.v1.manifest_pb2 import Form, Item, Table
+from ckptd.v1.manifest_pb2 import Form, Item, Summary, Table
 
 
 def raw(fqn: str, offset: list[int] | None, form: int, nbytes: int) -> Item:
@@ -123,3 +124,11 @@ def test_a_large_answer_comes_in_messages_that_grpc_takes() -> None:
     assert [tensor for reply in replies for tensor in reply.tensors] == tensors
     assert [file for reply in replies for file in reply.files] == files
     assert len(list(contents.replies(Checkpoint(), [], []))) == 1
+
+
+def test_a_branch_is_left_when_a_lower_step_is_accepted_later_by_a_time_that_a_clock_can_tell() -> None:
+    minted = {"step-10": 1, "step-15": 3, "step-20": 2}
+    lines = [Checkpoint(summary=Summary(id=f"run/{name}", attempt=mint_attempt(us, None))) for name, us in minted.items()]
+    lines.append(Checkpoint(summary=Summary(id="run/step-5", attempt="f" * len(mint_attempt(1, None)))))
+    contents.mark_abandoned(lines)
+    assert [line.summary.id for line in lines if line.abandoned] == ["run/step-20"]
