@@ -11,7 +11,7 @@ needs their memory; `victims` says in which order they go.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from ckptd import errors
 from ckptd.attempt import Attempt, Drop, Effect, Forget, Shard, StopFlush, bound, own_tokens, victims
@@ -226,10 +226,10 @@ class Catalog:
         attempt = self.attempts[name]
         return [] if attempt.state == Checkpoint.ABORTED else self._end(attempt, Checkpoint.ABORTED, reason)
 
-    def deleted(self, checkpoint: CheckpointId, *, durable_only: bool) -> list[Effect]:
-        """The checkpoint was deleted: its copies in memory go, too. `durable_only`: not those that are still on their way."""
+    def deleted(self, checkpoint: CheckpointId, *, durable_only: bool, but: Collection[str] = ()) -> list[Effect]:
+        """The checkpoint was deleted: its copies in memory go, `but` these. `durable_only`: nor those that are still on their way."""
         effects: list[Effect] = []
-        for attempt in [a for a in self.attempts.values() if a.id == checkpoint and a.state != Checkpoint.ABORTED]:
+        for attempt in [a for a in self.attempts.values() if a.id == checkpoint and a.state != Checkpoint.ABORTED and a.name not in but]:
             if attempt.state == Checkpoint.DURABLE or not durable_only:
                 attempt.was_durable = attempt.state == Checkpoint.DURABLE
                 effects += self._end(attempt, Checkpoint.ABORTED, "it was deleted")

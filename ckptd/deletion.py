@@ -55,12 +55,15 @@ class Deletion:
     async def delete(self, checkpoint: CheckpointId) -> Deleted:
         """Returns what goes from the store.
 
-        Raises NotFound; WrongPhase if it is pinned or a load reads it; Unavailable if it may come back without a second deletion.
+        What is accepted here after it was asked for is not meant. Raises NotFound; WrongPhase if it is pinned or a load reads it;
+        Unavailable if it may come back without a second deletion.
         """
+        meant = self._names(checkpoint)
         entry = await self._find(checkpoint)
         if entry is not None and entry.pinned:
             raise errors.WrongPhase(f"{checkpoint} is pinned: `ckptd unpin {checkpoint}` first")
-        held = [one for one in self.node.catalog.attempts.values() if one.id == checkpoint and (one.restorable or one.pending)]
+        attempts = self.node.catalog.attempts
+        held = [name for name in meant if (one := attempts.get(name)) is not None and (one.restorable or one.pending)]
         pending, known = await self._elsewhere(checkpoint)
         if checkpoint in self.restore.reading():
             raise errors.WrongPhase(f"{checkpoint} cannot be deleted now: a load reads it; try again when that has ended")
@@ -72,22 +75,27 @@ class Deletion:
             self.node.backlog.stop_of(checkpoint)
             while self.node.backlog.flushing(checkpoint):
                 await self.node.changed()
-            return await self._delete(checkpoint, pending, known | owed)
+            return await self._delete(checkpoint, pending, known | owed, meant)
         finally:
             self.node.backlog.held.discard(checkpoint)
             self.node.wake()
 
     # -- inside -----------------------------------------------------------------------------
 
-    async def _delete(self, checkpoint: CheckpointId, pending: list[Record], known: set[str]) -> Deleted:
+    async def _delete(self, checkpoint: CheckpointId, pending: list[Record], known: set[str], meant: set[str]) -> Deleted:
         entry = await self._find(checkpoint)  # what was on its way may have arrived
+        later = self._names(checkpoint) - meant
+        pending, known = [record for record in pending if record.summary.attempt not in later], known - later
+        if entry is not None and entry.attempt in later:  # it is durable already, by another node
+            entry = None
         deleted = Deleted(checkpoint, 0, 0) if entry is None else await self._run(self.sweeper.delete, entry)
         if entry is not None and entry.attempt is not None and self.node.address:
             known = known | {entry.attempt}  # a node that was away since before it was durable does not know that, either
-        shared = [one.record for one in self.node.catalog.attempts.values() if one.id == checkpoint and one.joint and one.held]
+        held = [one for one in self.node.catalog.attempts.values() if one.id == checkpoint and one.joint and one.held]
+        shared = [one.record for one in held if one.name not in later]
         noted = await self._refuse(checkpoint, known)
         # Not before: a deletion that failed must not have thrown a newer save away.
-        self.node.forget(checkpoint)
+        self.node.forget(checkpoint, but=self._names(checkpoint) - meant)
         unheard = await self._tell(pending)
         await self._tell(record for record in shared if record not in pending)  # it is durable, and memory keeps it
         heard = {record.summary.attempt for record in pending}.difference(unheard)
@@ -148,6 +156,9 @@ class Deletion:
         with suppress(errors.StoreError, errors.Unavailable):
             keys = [key for of_rank in parts.listed(self.sweeper.store, checkpoint, attempt).values() for key in of_rank]
             self.sweeper.store.delete(keys)
+
+    def _names(self, checkpoint: CheckpointId) -> set[str]:
+        return {one.name for one in self.node.catalog.attempts.values() if one.id == checkpoint}
 
     async def _find(self, checkpoint: CheckpointId) -> Entry | None:
         try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Executor
 from contextlib import suppress
 from pathlib import Path
@@ -225,9 +225,9 @@ class Node:
         """Returns when anything has happened to a shard or an attempt."""
         await self._changed.wait()
 
-    def forget(self, checkpoint: CheckpointId, *, durable_only: bool = False) -> None:
-        """The checkpoint was deleted: what memory holds of it goes, too."""
-        self.apply(self.catalog.deleted(checkpoint, durable_only=durable_only))
+    def forget(self, checkpoint: CheckpointId, *, durable_only: bool = False, but: Collection[str] = ()) -> None:
+        """The checkpoint was deleted: what memory holds of it goes, too, `but` these attempts."""
+        self.apply(self.catalog.deleted(checkpoint, durable_only=durable_only, but=but))
 
     def wake(self) -> None:
         """What was held back may go on."""

@@ -291,6 +291,26 @@ def test_a_deletion_that_has_begun_is_done_to_its_end_though_its_caller_goes(tmp
         until(lambda: not daemon.list(), daemon)
 
 
+def test_what_is_accepted_while_a_deletion_of_its_id_waits_for_the_store_stays(tmp_path: Path) -> None:
+    control, listed = tmp_path / "control", tmp_path / "listed"
+    control.write_text("{}")
+    with DaemonProcess(f"faulty://{tmp_path}/store", program=FAULTY, env={"FAULTY_CONTROL": str(control)}) as daemon:
+        save(daemon, "step-1", 1.0)
+        assert daemon.cli("prune", "--keep-last", "5").returncode == 0  # what follows a save by itself is over by then
+        control.write_text(json.dumps({"list_hangs": True, "list_log": str(listed)}))
+        with subprocess.Popen([sys.executable, "-m", "ckptd", "delete", "step-1", "--address", daemon.address]) as deleting:
+            try:
+                until(listed.exists, daemon)
+                save(daemon, "step-1", 2.0, durable=False, overwrite=True)
+            finally:
+                control.write_text("{}")
+            assert deleting.wait(60) == 0
+        wait("step-1", address=daemon.address, timeout=60)
+        assert load(daemon, "step-1") == 2.0
+        daemon.restart()
+        assert load(daemon, "step-1") == 2.0
+
+
 def test_one_checkpoint_that_cannot_be_deleted_keeps_no_other(tmp_path: Path) -> None:
     control = tmp_path / "control"
     control.write_text("{}")

@@ -127,6 +127,18 @@ def test_a_durable_checkpoint_survives_in_memory_until_its_overwrite_is_durable(
     assert {effect.token for effect in effects if isinstance(effect, Drop)} == set(tokens(first))
 
 
+def test_a_deletion_takes_what_it_meant_and_not_what_was_accepted_after_it_was_asked_for() -> None:
+    driver = Driver()
+    first, _ = driver.save("step-1")
+    driver.catalog.flushed(first.summary.attempt, 9)
+    second, _ = driver.save("step-1")
+    effects = driver.catalog.deleted(CheckpointId.parse("step-1"), durable_only=False, but={second.summary.attempt})
+    assert {effect.token for effect in effects if isinstance(effect, Drop)} == set(tokens(first))
+    assert [attempt.record for attempt in driver.catalog.to_flush()] == [second]
+    effects = driver.catalog.deleted(CheckpointId.parse("step-1"), durable_only=False)
+    assert {effect.token for effect in effects if isinstance(effect, Drop)} == set(tokens(second))
+
+
 def test_a_lost_lease_takes_what_is_unsealed_and_nothing_else() -> None:
     driver = Driver()
     sealed = driver.open("step-1", 0)
