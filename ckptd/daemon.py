@@ -24,10 +24,10 @@ import grpc
 
 from ckptd import __version__, errors, tls
 from ckptd.addresses import is_reachable, is_unix
+from ckptd.channels import MESSAGE_NBYTES
 from ckptd.config import Settings
 from ckptd.lookup import behind
 from ckptd.node import Node
-from ckptd.peers import MESSAGE_NBYTES
 from ckptd.peerservice import Introductions
 from ckptd.rooms import put_together
 from ckptd.statuses import ErrorInterceptor

@@ -19,19 +19,12 @@ import grpc
 
 from ckptd import errors, tls
 from ckptd.addresses import host_of, is_peer, shown
+from ckptd.channels import INTRODUCES_KEY, Channels
 from ckptd.lookup import behind, is_numeric
-from ckptd.model import mint_token
 from ckptd.v1.peer_pb2 import WatchRequest
-from ckptd.v1.peer_pb2_grpc import PeerStub
 
 log = logging.getLogger(__name__)
 
-#: Metadata key under which a caller tells its own address.
-PEER_KEY: Final = "ckptd-peer"
-#: Metadata key under which a caller tells of others, by their addresses, with commas between them.
-INTRODUCES_KEY: Final = "ckptd-introduces"
-#: Metadata key under which a caller tells a word that it alone knows, and the address that it calls: it may be its own.
-CALLS_KEY: Final = "ckptd-calls"
 #: How long a peer may take to answer what costs it nothing.
 ANSWER_SECONDS: Final = 3.0
 #: One that could not be reached is asked again after this time, later and later.
@@ -43,26 +36,9 @@ FORGET_SECONDS: Final = 600.0
 LOOK_UP_SECONDS: Final = 15.0
 #: One of the operator's list that has not answered for so long, and never before, is worth a warning.
 UNANSWERED_SECONDS: Final = 30.0
-#: A record has about a hundred bytes per rank.
-MESSAGE_NBYTES: Final = 64 * 1024 * 1024
 _TRY_SECONDS: Final = 0.2
-#: Calls on a channel that was replaced may go on for so long.
-_CLOSING_SECONDS: Final = 30.0
 #: After a failure gRPC refuses calls for as long as it waits with the next connection: see `max_reconnect_backoff_ms`.
 _REFUSED_SECONDS: Final = 1.5
-_OPTIONS: Final = (
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.max_receive_message_length", MESSAGE_NBYTES),
-    ("grpc.enable_retries", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 3_000),  # this is also how long one attempt to connect may take
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.use_local_subchannel_pool", 1),  # a new channel to a peer that is back must not share what the old one knows of it
-    # A peer that was cut off is noticed while a call waits for it.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-)
-
 _WATCH: Final = methodcaller("Watch", WatchRequest())
 
 Reply = TypeVar("Reply")
@@ -87,19 +63,14 @@ class Peers:
     def __init__(self, own: str, *, configured: Sequence[str] = (), credentials: grpc.ChannelCredentials | None = None) -> None:
         self.own = own
         self.configured = tuple(address for address in configured if address != own)
-        self._credentials = credentials
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = Channels(own, credentials)
         self._known: dict[str, None] = dict.fromkeys(self.configured)
-        self._closing: set[asyncio.Future[None]] = set()
         self._closed = False
         self._gone: dict[str, _Gone] = {}
         #: When each was heard of last, and since when it has not answered, whoever asked; both monotonic.
         self._heard, self._missed = dict[str, float](), dict[str, float]()
         #: Addresses that lead to this daemon, beside `own`.
         self._selves: set[str] = set()
-        self._word = mint_token()
-        #: The operator's name that led to an address.
-        self._led: dict[str, str] = {}
         self._warned: set[str] = set()
 
     # -- who --------------------------------------------------------------------------------
@@ -113,7 +84,7 @@ class Peers:
         """The daemon at this address has called, or somebody has just spoken to it: it is there."""
         self.learn([address])
         if is_peer(address) and self._there(address):  # else its channel may wait a second, and refuses calls until then
-            self._renew(address)
+            self._channels.renew(address)
 
     def met(self, address: str) -> bool:
         """Whether there ever was a daemon at this address, as far as is known."""
@@ -127,7 +98,7 @@ class Peers:
     def came_back(self, told: str) -> None:
         """A call has come in that told this of itself: if it is this daemon's own call, the address that it called is no peer's."""
         word, _, address = told.partition(" ")
-        if word == self._word:
+        if word == self._channels.word:
             self._selves.add(address)
             self._known.pop(address, None)
             self._gone.pop(address, None)
@@ -171,7 +142,7 @@ class Peers:
                 if len(found) > 1 or address in self._selves:  # each daemon behind it is a peer of its own
                     self._known.pop(address, None)
                     # Of an address that is known from nowhere else, the certificate has to have the name that led to it.
-                    self._led.update({one: host_of(address) for one in found if one not in self._known})
+                    self._channels.named.update({one: host_of(address) for one in found if one not in self._known})
                     self.learn(found)
             await asyncio.sleep(LOOK_UP_SECONDS)
             now = time.monotonic()
@@ -258,10 +229,7 @@ class Peers:
     async def close(self) -> None:
         """Ends all channels; who calls still, or again, gets Unavailable."""
         self._closed = True
-        for closing in self._closing:
-            closing.cancel()
-        for channel in self._channels.values():
-            await channel.close(None)
+        await self._channels.close()
 
     @staticmethod
     def _is_due(gone: _Gone, now: float) -> bool:
@@ -276,26 +244,13 @@ class Peers:
         self._missed.pop(address, None)
         return self._gone.pop(address, None) is not None
 
-    def _renew(self, address: str) -> None:
-        """The next call connects anew; those that are under way may end."""
-        if (stale := self._channels.pop(address, None)) is not None:
-            closing = asyncio.ensure_future(stale.close(_CLOSING_SECONDS))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-
     def _stub(self, address: str, *, idle: bool = False) -> Any:
         if self._closed:
             raise errors.Unavailable(f"this ckptd daemon ends, and does not call the one at {address} any more")
-        if address not in self._channels:
-            if not is_peer(address):  # somebody else's word: gRPC would raise what no caller expects
-                raise errors.Unavailable(f"no ckptd daemon can be called at {shown(address)}: it is no address")
-            if self._credentials is None:
-                self._channels[address] = grpc.aio.insecure_channel(address, options=_OPTIONS)
-            else:
-                named = [("grpc.ssl_target_name_override", self._led[address])] if address in self._led else []
-                self._channels[address] = grpc.aio.secure_channel(address, self._credentials, options=[*_OPTIONS, *named])
-        own = "" if idle and address not in self._missed else self.own  # it may have forgotten this one while they were cut off
-        return _Calling(cast("Any", PeerStub)(self._channels[address]), own, f"{self._word} {address}")
+        if not is_peer(address):  # somebody else's word: gRPC would raise what no caller expects
+            raise errors.Unavailable(f"no ckptd daemon can be called at {shown(address)}: it is no address")
+        # One that was missed may have forgotten this daemon while they were cut off.
+        return self._channels.stub(address, unnamed=idle and address not in self._missed)
 
     def _warn(self) -> None:
         """Names once each of the operator's peers that have never answered: a list that is wrong shows in nothing else."""
@@ -322,29 +277,17 @@ class Peers:
                 self._there(address)
                 return kind(f"the ckptd daemon at {address}: {exc.details()}")
             details = exc.details() or exc.code().name
-            why = tls.meaning(details, with_tls=self._credentials is not None)
+            why = tls.meaning(details, with_tls=self._channels.credentials is not None)
             how = f"{why} [{details}]" if why else f"cannot be reached ({details})"
         else:
             how = "does not answer"
         now = time.monotonic()
         self._missed.setdefault(address, now)
         if idle and isinstance(exc, grpc.aio.AioRpcError):
-            self._renew(address)  # as if nobody had called
+            self._channels.renew(address)  # as if nobody had called
         elif not idle:
             self._gone[address] = _Gone(self._gone[address].since if address in self._gone else now, now, how, why)
         return errors.Unavailable(f"the ckptd daemon at {address} {how}: it was asked to {doing}")
 
 
 _EOF: Final[object] = cast("Any", grpc.aio).EOF
-
-
-class _Calling:
-    """A stub whose calls say who calls, and which address."""
-
-    def __init__(self, stub: Any, own: str, calls: str) -> None:
-        self._stub = stub
-        self._metadata = ((CALLS_KEY, calls), *(((PEER_KEY, own),) if own else ()))
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._stub, name)
-        return lambda request, *metadata: method(request, metadata=(*self._metadata, *metadata))

@@ -8,8 +8,9 @@ from typing import Any
 import grpc
 
 from ckptd import errors, serving
+from ckptd.channels import CALLS_KEY, INTRODUCES_KEY, PEER_KEY
 from ckptd.commits import Commits
-from ckptd.peers import CALLS_KEY, INTRODUCES_KEY, PEER_KEY, Peers
+from ckptd.peers import Peers
 from ckptd.pull import send
 from ckptd.restore import Restore
 from ckptd.v1 import peer_pb2 as pb

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 import joint
-from ckptd import peers
+from ckptd import channels, peers
 from ckptd.errors import InvalidRequest, Unavailable
 from ckptd.peers import Peers
 from ckptd.v1 import peer_pb2 as pb
@@ -74,7 +74,7 @@ async def pull(there: Peers, address: str) -> None:
 
 
 def test_calls_over_a_connection_that_is_replaced_end_as_those_to_a_peer_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_CLOSING_SECONDS", 0.1)
+    monkeypatch.setattr(channels, "_CLOSING_SECONDS", 0.1)
 
     async def run(there: Peers, address: str, silent: Silent) -> None:
         calls = [asyncio.create_task(watch(there, address)), asyncio.create_task(pull(there, address))]
@@ -216,7 +216,7 @@ class Quiet(PeerServicer):
         self.told: list[str | bytes | None] = []
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> pb.WatchReply:
-        self.told.append(dict(context.invocation_metadata()).get(peers.PEER_KEY))
+        self.told.append(dict(context.invocation_metadata()).get(channels.PEER_KEY))
         return pb.WatchReply()
 
 
