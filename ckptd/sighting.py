@@ -82,9 +82,9 @@ class Sighting:
         state = self.state
         told = next((f"the daemon at {at} says: {why}" for at, why in self.reasons.items() if why and self.states[at] == state), "")
         reason = (self.own.reason if self.own is not None else "") or told
+        known = self.own is not None and self.own.doubtful and reason  # then it says what is missing, and since when
         if self.record is not None and not self.record.durable and state in PENDING:
-            reason = MEMORY_ONLY
-        known = self.own is not None and self.own.doubtful and reason  # then it says the same, and since when
+            reason = f"{reason}; {MEMORY_ONLY}" if known else MEMORY_ONLY
         if self.missing and not known and state in (*PENDING, Checkpoint.LOST, Checkpoint.FAILED):
             reason = "; ".join(filter(None, [*_why(self.missing), reason]))
         return Checkpoint(summary=self.summary, state=state, reason=reason)

@@ -154,7 +154,7 @@ class Upkeep:
                 except errors.CkptdError as exc:
                     log.warning("old checkpoints of run %r could not be looked after, again in %.0f s: %s", run, RETRY_SECONDS, exc)
                     self.node.catalog.trouble(f"upkeep of {run}", f"old checkpoints of run {run!r} could not be deleted: {exc}")
-                    self._due[run] = loop.time() + RETRY_SECONDS
+                    self._look_again(run, RETRY_SECONDS)
             pause = min(self._due.values(), default=loop.time() + SWEEP_SECONDS) - loop.time()
             try:
                 async with asyncio.timeout(max(0.0, pause)):

@@ -83,7 +83,7 @@ class DaemonProcess:
         assert done.returncode == 0, done.stderr
         return {line["id"]: line for line in json.loads(done.stdout)}
 
-    def until(self, identity: str, state: str, *, timeout: float = 30.0) -> dict[str, Any]:
+    def until(self, identity: str, state: str, *, timeout: float = 60.0) -> dict[str, Any]:
         """Waits until the checkpoint is listed in that state."""
         deadline = time.monotonic() + timeout
         while True:

@@ -3,7 +3,7 @@
 The daemon is the real one; ``faulty://`` is a file system of fsspec's, a local directory
 that looks into the JSON file named by FAULTY_CONTROL before each object appears:
 
-    {"hold_after": k}         the first k objects appear, the next ones wait until this changes
+    {"hold_after": k}         the first k objects appear, the next ones wait until this changes; each is noted in FAULTY_CONTROL.held
     {"raise": "EACCES"}       every write fails with that errno; with "only", those to paths that contain it
     {"full_after": n}         ENOSPC when so many bytes of a file have been written
     {"bytes_per_second": n}   no file is written faster
@@ -13,6 +13,7 @@ that looks into the JSON file named by FAULTY_CONTROL before each object appears
     {"list_hangs": true}      listings wait until this changes
     {"read_raises": "EIO"}    every read fails with that errno; with "only", those of paths that contain it
     {"read_delay_seconds": s} every read takes that long
+    {"read_hold_after": k}    the first k reads since this was told go on, the next ones wait until it changes; with "only", as above
     {"rewrite_seconds": s}    a name that appeared less than that ago cannot be written again: 429, as GCS has it
 
 In the place of an errno's name may stand an HTTP status: {"list_raises": "503"}.
@@ -38,6 +39,7 @@ _lock = threading.Lock()
 _appeared: list[str] = []
 _appeared_at: dict[str, float] = {}
 _lists_failed: list[str] = []
+_read: list[str] = []
 #: The last of what the control file has said.
 _told: deque[dict[str, Any]] = deque([{}], maxlen=1)
 
@@ -68,6 +70,23 @@ def fail_if_told(key: str) -> None:
     if name:
         number = getattr(errno, name)
         raise OSError(number, os.strerror(number))
+
+
+def is_held() -> bool:
+    """Whether what is ready to appear has to wait."""
+    return len(_appeared) >= int(control().get("hold_after", sys.maxsize))
+
+
+def hold_read_if_told(path: str) -> None:
+    """Counts the reads while that is told, and keeps those that come after the first ones."""
+    with _lock:
+        if "read_hold_after" not in control():
+            _read.clear()
+            return
+        _read.append(path)
+        number = len(_read)
+    while number > control().get("read_hold_after", sys.maxsize):
+        time.sleep(0.02)
 
 
 def narrow(write: Callable[[Any], int]) -> Callable[[Any], int]:
@@ -101,6 +120,7 @@ class FaultyFileSystem(LocalFileSystem):
         if "r" in mode and str(control().get("only", "")) in path:
             fail_if_told("read_raises")
             time.sleep(float(control().get("read_delay_seconds", 0)))
+            hold_read_if_told(path)
         opened = super()._open(path, mode, **kwargs)
         if "r" not in mode:
             opened.write = narrow(opened.write)
@@ -126,7 +146,10 @@ class FaultyFileSystem(LocalFileSystem):
         counted = not Path(path2).name.startswith(".ckptd-") and ".ckptd-" not in path2
         if counted:
             time.sleep(float(control().get("delay_seconds", 0)))
-            while len(_appeared) >= control().get("hold_after", sys.maxsize):
+            if is_held():
+                with _lock, open(f"{os.environ['FAULTY_CONTROL']}.held", "a") as held:
+                    held.write(f"{path2}\n")
+            while is_held():
                 time.sleep(0.02)
             with _lock:
                 if path2 in _appeared_at and time.monotonic() - _appeared_at[path2] < control().get("rewrite_seconds", 0):

@@ -291,6 +291,11 @@ class Troubled:
         """From now on every write fails with that errno."""
         self.tell(on=on, **{"raise": error})
 
+    def has_held(self, key: str, *, on: Host) -> bool:
+        """Whether the host's daemon was about to let that object appear, and had to wait as `hold_after` says."""
+        noted = Path(f"{self._controls[on.number]}.held")
+        return noted.exists() and f"{self.path / key}" in noted.read_text().splitlines()
+
     def works(self, *, on: Host | None = None) -> None:
         """From now on nothing is wrong with it."""
         self.tell(on=on)

@@ -105,7 +105,7 @@ def takes_no_memory(home: Path) -> None:
         store.works()
         for step in (2, 3, 4):
             save([hosts[0].address], f"run/step-{step}", step, 4_000_000)
-            wait(f"run/step-{step}", address=hosts[0].address, timeout=30)
+            wait(f"run/step-{step}", address=hosts[0].address, timeout=60)
         assert load(hosts[0].address, "run/latest", 1, 4_000_000) == 4
 
 
@@ -117,7 +117,7 @@ def does_not_come_back(home: Path) -> None:
         hosts[1].stop()
         store.works()
         save([hosts[0].address], ID, 2, overwrite=True)
-        wait(ID, address=hosts[0].address, timeout=30)
+        wait(ID, address=hosts[0].address, timeout=60)
         done = hosts[0].daemon.cli("delete", ID)
         assert done.returncode == 0, done.stderr
         hosts[1].cont()
@@ -215,7 +215,7 @@ def is_removed_by_hand(home: Path) -> None:
         until("both shards are there", lambda: list((store.path / ID / ".ckptd").glob("*-1-*.part")))
         store.tell(on=other, list_raises="EIO")
         store.works(on=committer)
-        wait(ID, address=committer.address, timeout=30)
+        wait(ID, address=committer.address, timeout=60)
         shutil.rmtree(store.path / ID)
         store.works(on=other)
         until("it has failed", lambda: other.status()["failed"] == 1, timeout=100, every=2.0)

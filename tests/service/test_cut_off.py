@@ -163,7 +163,7 @@ def test_a_load_whose_holder_is_cut_off_in_the_middle_goes_on_with_the_store_or_
         site.durable(id)
     reader, away, _ = site.hosts
 
-    site.network.slow(away.number, "20mbit")
+    site.network.slow(away.number, "8mbit")
     before = site.network.sent(away.number)
     with ThreadPoolExecutor(1) as threads:
         loading = threads.submit(load, reader, id)

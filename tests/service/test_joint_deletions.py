@@ -29,7 +29,7 @@ def test_a_commit_that_is_at_its_last_put_does_not_undo_a_deletion_on_another_no
         store.works(on=deletes)
         store.tell(on=commits, hold_after=3)  # its shard, its part, the manifest
         save(addresses(hosts), ID, 1)
-        until("nothing but .metadata is missing", lambda: list((store.path / ID / ".ckptd").glob("*.manifest")))
+        until("nothing but .metadata is missing", lambda: store.has_held(f"{ID}/.metadata", on=commits))
         if committer == "is stopped":
             commits.stop()
         done = deletes.daemon.cli("delete", ID)
@@ -95,7 +95,7 @@ def test_a_deletion_that_a_commit_meets_while_the_store_fails_is_made_good_when_
         store.works(on=deletes)
         store.tell(on=commits, hold_after=3)
         save(addresses(hosts), ID, 1)
-        until("nothing but .metadata is missing", lambda: list((store.path / ID / ".ckptd").glob("*.manifest")))
+        until("nothing but .metadata is missing", lambda: store.has_held(f"{ID}/.metadata", on=commits))
         done = deletes.daemon.cli("delete", ID)
         assert done.returncode == 0, done.stderr
         store.tell(on=commits, list_raises="EIO")
@@ -129,7 +129,8 @@ def test_what_one_node_alone_commits_after_another_has_deleted_it_goes_again(tmp
         (alone,) = hosts
         store.tell(hold_after=2)  # its shard and the manifest
         save([alone.address], ID, 1)
-        (manifest,) = until("nothing but .metadata is missing", lambda: list((store.path / ID / ".ckptd").glob("*.manifest")))
+        until("nothing but .metadata is missing", lambda: store.has_held(f"{ID}/.metadata", on=alone))
+        (manifest,) = (store.path / ID / ".ckptd").glob("*.manifest")
         there = LocalStore(store.path)
         Sweeper(there, Ledger(there)).refuse(CheckpointId.parse(ID), manifest.name[:24])  # the note of a node that does not reach this one
         store.works()

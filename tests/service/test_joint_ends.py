@@ -50,7 +50,7 @@ def test_what_cannot_become_durable_on_one_node_fails_on_all(tmp_path: Path) -> 
         save(addresses(hosts), ID, 1)
         for host, reason in zip(hosts, ("another node says: .*Permission denied", "Permission denied"), strict=True):
             with pytest.raises(CkptdError, match=f"could not be made durable: .*{reason}"):
-                wait(ID, address=host.address, timeout=30)
+                wait(ID, address=host.address, timeout=60)
 
 
 @pytest.mark.slow

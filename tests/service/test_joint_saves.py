@@ -42,7 +42,7 @@ def test_questions_that_wait_for_a_store_that_hangs_hold_up_no_save_and_no_load_
     with store.hosts(2) as hosts:
         save(addresses(hosts), "run/step-0", 9)
         for host in hosts:
-            wait("run/step-0", address=host.address, timeout=30)
+            wait("run/step-0", address=host.address, timeout=60)
         store.tell(list_hangs=True, **{"raise": "EIO"})
         save(addresses(hosts), ID, 1)
         for host in hosts:
@@ -66,11 +66,11 @@ def test_three_nodes_save_together_and_stock_reads_it(tmp_path: Path) -> None:
     with Hosts(3, tmp_path / "store") as hosts:
         save(addresses(hosts), ID, 1)
         for host in hosts:
-            wait(ID, address=host.address, timeout=30)
+            wait(ID, address=host.address, timeout=60)
         assert_stock_reads(tmp_path / "store", ID, 1, 3)
         save(addresses(hosts), ID, 2, overwrite=True)
         for host in hosts:
-            wait(ID, address=host.address, timeout=30)
+            wait(ID, address=host.address, timeout=60)
         assert_stock_reads(tmp_path / "store", ID, 2, 3)
         assert not list((tmp_path / "store").rglob("*.part"))
         verified = hosts[1].daemon.cli("verify", ID)
@@ -86,7 +86,7 @@ def test_nodes_that_cannot_reach_each_other_are_told_of_listen(tmp_path: Path) -
         assert alone.list() == {}
         # Each still works by itself.
         save([alone.address], "run/step-2", 1)
-        wait("run/step-2", address=alone.address, timeout=30)
+        wait("run/step-2", address=alone.address, timeout=60)
 
 
 def test_a_directory_of_one_node_is_no_store_for_several(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_participant_that_is_gone_fails_the_save_and_is_named(tmp_path: Path) 
         assert listed(hosts[0], ID) == ""
         hosts[1].start()
         save(addresses(hosts), ID, 2)
-        wait(ID, address=hosts[0].address, timeout=30)
+        wait(ID, address=hosts[0].address, timeout=60)
         assert [load(host.address, ID, 2) for host in hosts] == [2, 2]
 
 
@@ -127,14 +127,14 @@ def test_a_participant_that_stalls_fails_the_save_in_time_and_never_brings_back_
             late.finish()
         assert time.monotonic() - began < 30
         save(addresses(hosts)[:2], ID, 2)
-        wait(ID, address=hosts[0].address, timeout=30)
+        wait(ID, address=hosts[0].address, timeout=60)
         hosts[2].cont()  # what it was asked meanwhile it does now
         time.sleep(1.0)
         assert [load(host.address, "run/latest", 2) for host in hosts] == [2, 2, 2]
         assert_stock_reads(tmp_path / "store", ID, 2, 2)
         save(addresses(hosts), ID, 3, overwrite=True)
         for host in hosts:
-            wait(ID, address=host.address, timeout=30)
+            wait(ID, address=host.address, timeout=60)
         assert_stock_reads(tmp_path / "store", ID, 3, 3)
 
 
@@ -194,7 +194,7 @@ def test_saves_of_several_nodes_at_once_do_not_disturb_each_other(tmp_path: Path
         assert failures == []
         for run in ("run0", "run1"):
             for host in hosts:
-                wait(f"{run}/step-4", address=host.address, timeout=30)
+                wait(f"{run}/step-4", address=host.address, timeout=60)
             assert load(hosts[0].address, f"{run}/latest", 2) == 4
 
 

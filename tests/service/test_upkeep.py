@@ -40,7 +40,7 @@ def load(daemon: DaemonProcess, name: str) -> float:
 
 
 def until(condition: Callable[[], bool], daemon: DaemonProcess) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, daemon.log.read_text()[-3000:]
         time.sleep(0.05)
@@ -181,6 +181,9 @@ def test_a_pinned_checkpoint_is_deleted_by_nobody_until_it_is_unpinned(tmp_path:
 def test_a_drain_takes_no_new_saves_and_ends_when_all_is_durable(held: tuple[DaemonProcess, Path]) -> None:
     daemon, control = held
     save(daemon, "step-1", durable=False)
+    with subprocess.Popen([sys.executable, "-m", "ckptd", "drain", "--address", daemon.address]) as begun:
+        until(lambda: status(daemon)["draining"], daemon)  # the second below may be over before the daemon hears
+        begun.terminate()
     waited = daemon.cli("drain", "--timeout", "1s")
     assert waited.returncode == 1, waited
     with pytest.raises(CheckpointException, match="drained") as refused:
@@ -346,9 +349,12 @@ def test_a_copied_or_renamed_checkpoint_is_read_from_its_own_files(tmp_path: Pat
 def test_a_drain_of_a_daemon_that_ends_is_told_so_and_leaves_no_traceback(held: tuple[DaemonProcess, Path]) -> None:
     daemon, _ = held
     save(daemon, "step-1", durable=False)
-    assert daemon.process is not None
-    daemon.process.terminate()
-    done = daemon.cli("drain")
-    assert (done.returncode, "the daemon is shutting down" in done.stderr) == (3, True), done
+    command = [sys.executable, "-m", "ckptd", "drain", "--address", daemon.address]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as draining:
+        until(lambda: status(daemon)["draining"], daemon)  # however long that command takes to start: else the daemon has ended by then
+        assert daemon.process is not None
+        daemon.process.terminate()
+        _, said = draining.communicate(timeout=60)
+    assert (draining.returncode, "the daemon is shutting down" in said) == (3, True), said
     daemon.process.wait(60)
     assert "Traceback" not in daemon.log.read_text()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ckptd.v1.daemon_pb2 import VerifyReply, VerifyRequest
+from ckptd.v1.daemon_pb2 import StatusRequest, VerifyReply, VerifyRequest
 from ckptd.v1.daemon_pb2_grpc import DaemonStub
 from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
 from daemons import FAULTY, DaemonProcess
@@ -209,13 +209,15 @@ def test_a_caller_that_goes_away_stops_the_reading_and_holds_up_nobody(tmp_path:
         save(daemon, "step-1", numel=40_000_000)  # ten requests
     slow = DaemonProcess(f"faulty://{tmp_path / 'store'}", program=FAULTY, env={"FAULTY_CONTROL": str(control)}, memory="64MiB")
     with slow, grpc.insecure_channel(slow.address) as channel:
-        control.write_text(json.dumps({"read_delay_seconds": 0.5, "only": ".distcp"}))
+        control.write_text(json.dumps({"read_hold_after": 1, "only": ".distcp"}))  # and three more are under way
         call = DaemonStub(channel).Verify(VerifyRequest(id="step-1"))
         before = bytes_read(slow)
         next(iter(call))
         call.cancel()
-        time.sleep(4)  # enough for all of it
-        assert bytes_read(slow) - before < 80 * 2**20  # what was under way, and not all the 152 MiB
+        with grpc.insecure_channel(slow.address) as other:  # by the time of its answer the daemon has heard of that
+            DaemonStub(other).Status(StatusRequest(), timeout=30)
         control.write_text("{}")
+        time.sleep(2)  # enough for all of it
+        assert bytes_read(slow) - before < 80 * 2**20  # what was under way, and not all the 152 MiB
         assert list(DaemonStub(channel).Verify(VerifyRequest(id="step-1"), timeout=60))[-1].ended
         assert bytes_read(slow) - before > 150 * 2**20

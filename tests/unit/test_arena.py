@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd import segment as files
@@ -860,7 +860,7 @@ NAMES = "allocate metadata seal drop release offer cancel disown cache reserve c
 OPERATIONS = st.lists(st.tuples(st.sampled_from(NAMES.split()), st.integers(0, 2**16)), max_size=30)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(OPERATIONS)
 def test_accounts_balance_whatever_happens(operations):
     async def run(directory):

@@ -37,6 +37,8 @@ class Played(daemon_pb2_grpc.DaemonServicer):
         self.asked: dict[str, Any] = {}
         self.address = ""
         self.over = threading.Event()
+        #: When a drain was "too late": what was really left to its caller.
+        self.remaining_seconds = 0.0
 
     def _answer(self, call: str, request: Any, context: grpc.ServicerContext) -> Any:
         self.asked[call] = request
@@ -82,6 +84,9 @@ class Played(daemon_pb2_grpc.DaemonServicer):
         for reply in self._answer("Drain", request, context):
             if reply == "silence":
                 self.over.wait()
+            elif reply == "too late":
+                self.remaining_seconds = context.time_remaining()
+                context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "as if the caller's time were over")
             else:
                 yield reply
 
@@ -467,16 +472,17 @@ def test_drain_is_1_with_what_never_will_be_durable(daemon: Played, capsys: pyte
 
 
 def test_drain_gives_up_with_1_after_its_timeout_and_says_how_far_it_came(daemon: Played, capsys: pytest.CaptureFixture[str]) -> None:
-    daemon.answers["Drain"] = [daemon_pb2.DrainReply(accepted=2, nbytes=2**21), "silence"]
-    assert main(["drain", "--timeout", "300ms"]) == 1
+    daemon.answers["Drain"] = [daemon_pb2.DrainReply(accepted=2, nbytes=2**21), "too late"]
+    assert main(["drain", "--timeout", "3600s"]) == 1
+    assert 1800 < daemon.remaining_seconds < 7200  # gRPC rounds what is left
     out, err = capsys.readouterr()
     assert out == "still on the way: 2 checkpoints (2.0 MiB)\n"
-    assert err == "ckptd: not everything is durable after 0.3 s; the daemon goes on, and takes no new saves\n"
-    daemon.answers["Drain"] = [daemon_pb2.DrainReply(begun=["run/step-7"]), "silence"]
-    assert main(["drain", "--timeout", "300ms"]) == 1
+    assert err == "ckptd: not everything is durable after 3600 s; the daemon goes on, and takes no new saves\n"
+    daemon.answers["Drain"] = [daemon_pb2.DrainReply(begun=["run/step-7"]), "too late"]
+    assert main(["drain", "--timeout", "3600s"]) == 1
     out, err = capsys.readouterr()
     assert out == "run/step-7 has begun to be saved, and is not accepted yet\nall that was accepted is durable\n"
-    assert err.startswith("ckptd: not everything is durable after 0.3 s")
+    assert err.startswith("ckptd: not everything is durable after 3600 s")
     daemon.answers["Drain"] = ["silence"]
     assert main(["drain", "--timeout", "300ms"]) == 1
     assert "did not say" in _complaint(capsys)

@@ -650,7 +650,7 @@ def bury(store: Store, root: Path, name: str, save_id: str, *, before: float) ->
     return key
 
 
-@pytest.mark.parametrize("before", [0, 5, 60])
+@pytest.mark.parametrize("before", [0, 2, 60])
 def test_a_commit_does_not_count_while_a_deletion_of_the_id_may_still_undo_it(
     root: Path, store: Store, ledger: Ledger, before: int
 ) -> None:

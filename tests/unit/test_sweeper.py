@@ -126,7 +126,7 @@ def test_a_deleted_checkpoint_is_gone_at_once_and_its_files_stay_for_the_grace(r
     assert [str(entry.id) for entry in sweeper.ledger.entries()] == ["run/step-2"]
     assert parts - {"run/step-1/.metadata"} <= files(root)
 
-    assert sweep(store, now=later(HOUR - 10)) == Swept(later_files=3, later_nbytes=nbytes)
+    assert sweep(store, now=later(HOUR - 60)) == Swept(later_files=3, later_nbytes=nbytes)
     assert parts - {"run/step-1/.metadata"} <= files(root)
     assert sweep(store, now=later(HOUR)) == Swept(files=3, nbytes=nbytes)
     assert not (root / "run/step-1").exists()
@@ -493,7 +493,7 @@ def test_where_no_times_are_told_only_names_of_our_own_go_and_by_the_deleters_cl
     for name in ("ours", "stock"):
         delete(store, name)
     kept = {*store.objects}
-    assert sweep(store, now=later(HOUR - 10)).files == 0
+    assert sweep(store, now=later(HOUR - 60)).files == 0
     assert {*store.objects} == kept
     assert sweep(store, now=later(HOUR)).files == 2
     assert {key for key in store.objects if not key.startswith("live/")} == {"stock/__0_0.distcp"}
@@ -617,7 +617,7 @@ def test_what_an_overwrite_left_is_listed_first_and_goes_after_the_grace(root: P
     assert (told.files, told.later_files) == (0, 6)
     assert {*of_kind(root, ".debris")} == files(root) - before
     assert len(of_kind(root, ".debris")) == 1
-    assert sweep(store, now=later(HOUR - 10)).later_files == 6
+    assert sweep(store, now=later(HOUR - 60)).later_files == 6
     assert len(of_kind(root, ".debris")) == 1, "what is listed is not listed again"
     assert sweep(store, now=later(HOUR)).files == 6
     assert files(root) == kept == before - left
@@ -684,7 +684,7 @@ def test_a_commit_that_died_after_its_manifest_leaves_orphans(root: Path, store:
     with pytest.raises(Stop):
         Ledger(stopping(store, 0, after=True)).commit(an_id("a"), found, PICKLE)
     assert len(files(root)) == 2
-    assert sweep(store, now=later(DAY - 10)) == Swept()
+    assert sweep(store, now=later(DAY - 60)) == Swept()
     assert len(files(root)) == 2
     sweep(store, now=later(DAY))
     assert sweep(store, now=later(DAY + HOUR)).files == 2
@@ -725,7 +725,7 @@ def test_temporary_files_go_when_they_are_old(root: Path, store: Store) -> None:
         (root / one).parent.mkdir(parents=True, exist_ok=True)
         (root / one).write_bytes(b"12")
     before = files(root)
-    assert sweep(store, now=later(DAY - 10)).files == 0
+    assert sweep(store, now=later(DAY - 60)).files == 0
     assert files(root) == before
     assert sweep(store, now=later(DAY), dry_run=True).files == 7
     swept = sweep(store, now=later(DAY))
@@ -853,7 +853,7 @@ def test_a_young_manifest_is_no_debris_whatever_age_is_asked_for(root: Path, sto
     with pytest.raises(Stop):
         Ledger(stopping(store, 0, after=True)).commit(an_id("a"), found, PICKLE)
     before = files(root)
-    sweep(store, now=later(COMMIT_SECONDS - 10), **AT_ONCE)
+    sweep(store, now=later(COMMIT_SECONDS - 60), **AT_ONCE)
     assert files(root) == before
     sweep(store, now=later(COMMIT_SECONDS), **AT_ONCE)
     assert files(root) == set()

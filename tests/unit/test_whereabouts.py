@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd import manifest
-from ckptd.attempt import Attempt
+from ckptd.attempt import MEMORY_ONLY, Attempt
 from ckptd.blocks import BlockShard, HeldShard, StoredBlock, cut, raw_ranges, spans
 from ckptd.codec import Raw
 from ckptd.errors import InvalidRequest
@@ -106,6 +106,16 @@ def test_what_this_node_holds_counts_like_what_others_hold() -> None:
     found = merged([own], {B: says("shard-b", whole=False)})[ATTEMPT]
     assert found.restorable
     assert found.holders == {"shard-a": [""], "pickle": [""], "shard-b": [B]}
+
+
+def test_of_what_stays_in_memory_only_is_said_too_that_a_node_is_missed_and_since_when() -> None:
+    of = record()
+    of.durable = False
+    away = "the shard of rank 1 was held by node b at b:1 alone, which has not been reached for 12 s"
+    own = Attempt(of, CheckpointId("run", "step-1"), Checkpoint.ACCEPTED, reason=away, held={"shard-a", "pickle"}, doubtful=True)
+    assert merged([own], {})[ATTEMPT].line().reason == f"{away}; {MEMORY_ONLY}"
+    own.doubtful, own.reason = False, ""
+    assert merged([own], {B: says("shard-b", whole=False)})[ATTEMPT].line().reason == MEMORY_ONLY
 
 
 def test_another_id_under_the_same_attempt_is_not_mixed_in() -> None:
