@@ -1,9 +1,8 @@
 """The daemon: recovers, serves, drains.
 
-Promises: one daemon per socket and per shm-dir; `ready ADDRESS STORE` is printed when calls
-are taken; SIGTERM and SIGINT end it in order within the grace, and what is accepted and not
-durable stays in memory for the next start; a bug in a background task ends it loudly, and
-that memory stays as well.
+Promises: one daemon per socket and per shm-dir; `ready ADDRESS STORE` is printed when calls are taken; SIGTERM and SIGINT, however
+many, end it in order within the grace, and what is accepted and not durable stays in memory for the next start; a bug in a background
+task ends it loudly, and that memory stays as well.
 """
 
 from __future__ import annotations
@@ -125,6 +124,9 @@ async def run(settings: Settings) -> int:
         node.close()
         for pool in rooms.pools:
             pool.shutdown(wait=False, cancel_futures=True)
+        for number in (signal.SIGTERM, signal.SIGINT):  # who is told once more, on the last steps, ends no differently
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
 
 
 async def probe(loop: asyncio.AbstractEventLoop, call: Callable[[], None], ended: asyncio.Event) -> None:

@@ -92,7 +92,7 @@ class Agents:
         self.started.append((host, child))
         return child
 
-    def until(self, what: str, condition: Callable[[], Any], *, timeout: float = 90.0) -> Any:
+    def until(self, what: str, condition: Callable[[], Any], *, timeout: float = 150.0) -> Any:
         """Polls until `condition` gives something that is true, and returns that; raises at once if an agent ends that was not killed."""
 
         def alive_and() -> Any:
@@ -103,7 +103,7 @@ class Agents:
 
         return until(what, alive_and, timeout=timeout, said=self.said)
 
-    def finish(self, *, timeout: float = 60.0) -> None:
+    def finish(self, *, timeout: float = 120.0) -> None:
         """Waits until every agent that is left has ended well."""
         left = [child for host, child in self.started if child in host.children]
         try:

@@ -83,8 +83,8 @@ class DaemonProcess:
         assert done.returncode == 0, done.stderr
         return {line["id"]: line for line in json.loads(done.stdout)}
 
-    def until(self, identity: str, state: str, *, timeout: float = 60.0) -> dict[str, Any]:
-        """Waits until the checkpoint is listed in that state."""
+    def until(self, identity: str, state: str, *, timeout: float = 100.0) -> dict[str, Any]:
+        """Waits until the checkpoint is listed in that state: longer than the longest pause between two tries to make it durable."""
         deadline = time.monotonic() + timeout
         while True:
             line = self.list().get(identity)

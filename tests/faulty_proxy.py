@@ -135,6 +135,9 @@ class FaultyProxy:
 
 
 class Server(ThreadingHTTPServer):
+    #: A call that finds it full is sent again by the kernel after a second, which is longer than some clients wait.
+    request_queue_size = 128
+
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that has gone is what is tested; everything else is told."""
         if not isinstance(sys.exception(), ConnectionError):

@@ -117,7 +117,7 @@ class GCSServer:
         request = urllib.request.Request(
             f"{self.endpoint}{lead}/storage/v1/{path}", data, {"Content-Type": "application/json"}, method=method
         )
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.read()
 
     def __enter__(self) -> Self:

@@ -101,11 +101,11 @@ def on_tmpfs_at_once(shm_dir: Path) -> int:
 def status(daemon: DaemonProcess) -> StatusReply:
     """What the daemon counts."""
     with grpc.insecure_channel(daemon.address) as channel:
-        reply: StatusReply = DaemonStub(channel).Status(StatusRequest(), timeout=10, wait_for_ready=True)  # type: ignore[no-untyped-call]
+        reply: StatusReply = DaemonStub(channel).Status(StatusRequest(), timeout=60, wait_for_ready=True)  # type: ignore[no-untyped-call]
         return reply
 
 
-def assert_accounts_balance(daemon: DaemonProcess, *, leases: int = 0, timeout: float = 20.0) -> StatusReply:
+def assert_accounts_balance(daemon: DaemonProcess, *, leases: int = 0, timeout: float = 60.0) -> StatusReply:
     """Once `leases` processes are left and the threads have done what they were at: used is what is on tmpfs, within the budget.
 
     Without leases nothing is open, and nobody waits.

@@ -26,7 +26,7 @@ from ckptd.v1.peer_pb2 import AdoptRequest, PrepareRequest
 from ckptd.v1.peer_pb2_grpc import PeerStub
 from ckptd_client import CkptdError, DaemonStorageReader, DaemonStorageWriter
 from ckptd_client import metadata as pickles
-from ckptd_client.channel import Daemon, connect
+from ckptd_client.channel import Daemon, connect, rebuild
 from ckptd_client.shard import write_metadata
 from client.states import assert_equal, blank
 from hosts import Host, Hosts
@@ -144,13 +144,25 @@ def load_together(addresses: Sequence[str], id: str, world: int, numel: int = 10
 
 @contextmanager
 def at_the_same_moment(ranks: int) -> Iterator[threading.Event]:
-    """So many loads in threads ask their daemons which checkpoint is meant when all of them have come so far, and then it is set."""
-    asked, resolve = threading.Event(), Daemon.resolve
-    together = threading.Barrier(ranks, action=asked.set)
+    """So many loads in threads ask their daemons which checkpoint is meant; it is set when all have asked, and all have been heard."""
+    asked = threading.Event()
+    daemons: set[Daemon] = set()
 
-    def resolve_together(daemon: Daemon, request: ResolveRequest, **options: Any) -> Any:
+    def have_heard() -> None:
+        for daemon in [*daemons] * 2:
+            daemon.hello(seconds=60)  # on the same connection: what was asked before has come before, and has begun by the second time
+        asked.set()
+
+    together = threading.Barrier(ranks, action=have_heard)
+
+    def resolve_together(daemon: Daemon, request: ResolveRequest, *, seconds: float = 60.0) -> Any:
+        daemons.add(daemon)
+        call = daemon._stub.Resolve.future(request, timeout=seconds)
         together.wait(60)
-        return resolve(daemon, request, **options)
+        try:
+            return call.result()
+        except grpc.RpcError as error:
+            raise rebuild(error, daemon.address, f"find {request.id!r}") from error
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Daemon, "resolve", resolve_together)
@@ -178,8 +190,8 @@ def peer(host: Host) -> Iterator[Any]:
 def prepare_and_adopt(daemon: Any, record: Record) -> None:
     """What the coordinator's daemon asks of a participant that is rank 1 before it accepts the attempt itself."""
     id = record.summary.id
-    daemon.Prepare(PrepareRequest(id=id, shards=record.shards[1:], metadata=record.metadata, durable=True), timeout=20)
-    daemon.Adopt(AdoptRequest(record=record), timeout=20)
+    daemon.Prepare(PrepareRequest(id=id, shards=record.shards[1:], metadata=record.metadata, durable=True), timeout=60)
+    daemon.Adopt(AdoptRequest(record=record), timeout=60)
 
 
 def adopted(hosts: Hosts, id: str, value: int) -> Record:

@@ -38,7 +38,7 @@ class S3Server:
                 )
             deadline = time.monotonic() + timeout
             while not self.endpoint:
-                found = re.search(r"Running on (http://127\.0\.0\.1:\d+)", path.read_text(errors="replace"))
+                found = re.search(r"Running on (http://127\.0\.0\.1:\d+)\D", path.read_text(errors="replace"))
                 if found:
                     self.endpoint = found.group(1)
                 elif self._process.poll() is not None or time.monotonic() > deadline:
@@ -91,9 +91,10 @@ class S3Server:
         body: bytes = self.client().get_object(Bucket=self.bucket, Key=key)["Body"].read()
         return body
 
-    def unfinished_uploads(self) -> list[str]:
-        """Keys of multipart uploads that were neither completed nor aborted."""
-        return [found["Key"] for found in self.client().list_multipart_uploads(Bucket=self.bucket).get("Uploads", [])]
+    def unfinished_uploads(self, prefix: str = "") -> list[str]:
+        """Keys of multipart uploads that were neither completed nor aborted; those of other tests begin with other prefixes."""
+        found = self.client().list_multipart_uploads(Bucket=self.bucket).get("Uploads", [])
+        return [upload["Key"] for upload in found if upload["Key"].startswith(prefix)]
 
     def __enter__(self) -> Self:
         return self.start()

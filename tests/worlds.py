@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 #: The program whose functions are in tests/conformance.
 CONFORMANCE = Path(__file__).with_name("conformance") / "world_program.py"
 #: Once a rank has failed, the others may wait for it in a collective for ever.
-_GRACE_SECONDS = 15.0
+_GRACE_SECONDS = 45.0
 #: Tells ranks that where they meet, MASTER_PORT, somebody serves already: none of them does.
 MEETING = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 
@@ -58,8 +58,13 @@ class World:
             raise AssertionError("\n---\n".join(f"rank {number}:\n{error}" for number, error in first.items()))
         return [answer["value"] for answer in answers]
 
-    def answers(self, function: str, *, seconds: float = 100.0, **arguments: Any) -> list[dict[str, Any]]:
-        """The same for a function that some ranks do not survive: "value" or "error", by rank; after an error all ranks are gone."""
+    def answers(
+        self, function: str, *, seconds: float = 100.0, grace_seconds: float = _GRACE_SECONDS, **arguments: Any
+    ) -> list[dict[str, Any]]:
+        """The same for a function that some ranks do not survive: "value" or "error", by rank; after an error all ranks are gone.
+
+        The others have `grace_seconds` from the first error on.
+        """
         if any(rank.poll() is not None for rank in self.ranks):
             self.stop()
         if not self.ranks:
@@ -68,7 +73,7 @@ class World:
             assert rank.stdin is not None
             rank.stdin.write(json.dumps([function, arguments]) + "\n")
             rank.stdin.flush()
-        return self._answers(time.monotonic() + seconds)
+        return self._answers(time.monotonic() + seconds, grace_seconds)
 
     def stop(self) -> None:
         """Kills all ranks."""
@@ -103,7 +108,7 @@ class World:
     def _log(self, rank: int) -> Path:
         return Path(self._home.name) / f"rank{rank}"
 
-    def _answers(self, deadline: float) -> list[dict[str, Any]]:
+    def _answers(self, deadline: float, grace_seconds: float) -> list[dict[str, Any]]:
         answers: dict[int, dict[str, Any]] = {}
         waiting = dict(enumerate(self.ranks))
         while waiting and time.monotonic() < deadline:
@@ -114,7 +119,7 @@ class World:
                     line = rank.stdout.readline()
                     answers[number] = json.loads(line) if line else {"error": f"ended:\n{self._said(number)}"}
                     if "error" in answers[number]:
-                        deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                        deadline = min(deadline, time.monotonic() + grace_seconds)
                     del waiting[number]
         for number in waiting:
             answers[number] = {"error": f"did not answer:\n{self._said(number)}"}

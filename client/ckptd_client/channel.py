@@ -42,7 +42,7 @@ _OPTIONS: Final = (
     ("grpc.enable_retries", 0),
     # A daemon that comes back is found within a second, not after minutes of backoff.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 10_000),  # this is also how long one attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 _GONE: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ckptd.errors import ArenaFull
 from ckptd_client import DaemonStorageReader, DaemonStorageWriter, channel, wait
 from daemons import FAULTY, DaemonProcess
-from invariants import assert_accounts_balance, on_tmpfs
+from invariants import assert_accounts_balance, on_tmpfs_at_once
 
 MiB = 1024 * 1024
 CAP = 64 * MiB
@@ -52,7 +52,7 @@ class Watch(threading.Thread):
     def run(self) -> None:
         while not self.ended.wait(0.005):
             self.rss = max(self.rss, rss(self.pid))
-            self.shared = max(self.shared, on_tmpfs(self.shm_dir))
+            self.shared = max(self.shared, on_tmpfs_at_once(self.shm_dir))
 
 
 @pytest.mark.parametrize(("rate", "patience"), [(16 * MiB, 30), pytest.param(4 * MiB, 1, marks=pytest.mark.slow)], ids=["wait", "fail"])
@@ -84,7 +84,7 @@ def test_saves_beyond_the_cap_wait_or_fail_clearly_and_all_that_are_accepted_bec
             assert refused
         else:
             assert accepted == list(range(5))
-            assert sum(took[2:]) > 24 * MiB / rate  # what was beyond the cap has waited for the store
+            assert sum(took) > 3 * 24 * MiB / rate  # two fit in: the last one has waited until the store had taken three
         for step in accepted:
             wait(f"step-{step}", address=daemon.address, timeout=60)
         watch.ended.set()
@@ -118,12 +118,11 @@ def test_neither_daemon_nor_trainer_grows_from_the_10th_to_the_50th_save(tmp_pat
         assert_accounts_balance(daemon)
 
 
-def test_a_shard_larger_than_the_cap_is_refused_at_once_with_the_numbers(tmp_path: Path) -> None:
+def test_a_shard_larger_than_the_cap_is_refused_at_once_with_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTD_SAVE_TIMEOUT", "600")  # so long it would wait for memory that can be had: the test would fail before
     with DaemonProcess(str(tmp_path / "store"), memory="64MiB") as daemon:
-        began = time.monotonic()
         with pytest.raises(CheckpointException) as failed:
             dcp.save({"t": torch.zeros(80 * MiB // 4)}, storage_writer=DaemonStorageWriter("step-1", address=daemon.address), no_dist=True)
-        assert time.monotonic() - began < 15  # it would wait 30 s for memory that can be had
         cause = next(iter(failed.value.failures.values()))[0]
         assert isinstance(cause, ArenaFull)
         assert "can never fit into 64.0 MiB of memory" in str(cause)

@@ -95,9 +95,9 @@ def test_fifty_background_saves_beside_the_trainers_own_collectives(daemon: Daem
 def test_those_that_survive_a_killed_rank_raise_and_save_in_a_world_of_their_own(
     daemon: DaemonProcess, ranks: World, tmp_path: Path
 ) -> None:
-    first, killed, last = ranks.answers(
-        "save_and_go_on_without_rank_1", seconds=SECONDS, address=daemon.address, id="survivors/step-1", rendezvous=str(tmp_path / "new")
-    )
+    # In the time that the others have from its end on, they notice, meet, save and load.
+    arguments = {"address": daemon.address, "id": "survivors/step-1", "rendezvous": str(tmp_path / "new")}
+    first, killed, last = ranks.answers("save_and_go_on_without_rank_1", grace_seconds=100.0, **arguments)
     assert "ended" in killed["error"]
     assert first.get("value") == last.get("value") == "saved", (first, last)
     daemon.until("survivors/step-1", "durable")
@@ -250,7 +250,7 @@ def save_and_go_on_without_rank_1(address: str, id: str, rendezvous: str) -> str
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     save_and_load(address, id)
-    wait(id, address=address, timeout=10)
+    wait(id, address=address, timeout=60)
     return "saved"
 
 

@@ -150,12 +150,14 @@ def test_a_worker_killed_in_its_copy_leaves_nothing_and_the_step_is_saved_by_the
     tmp_path: Path, daemon: DaemonProcess, at_once: bool
 ) -> None:
     with Workers(daemon.address, tmp_path) as workers:
-        workers.start(save="run/step-10", value=1, dies=1)
-        deadline = time.monotonic() + 30
-        for has_happened in (lambda: sealed(daemon), lambda: not Path(f"/proc/{workers.pids[1]}").exists()):  # handed over; dead
+        workers.start(save="run/step-10", value=1, dies=1, go=str(tmp_path / "go"))
+        deadline = time.monotonic() + 60
+        # One has handed over, which is kept as long as the other one writes; then that one is dead.
+        for has_happened in (lambda: sealed(daemon), lambda: not Path(f"/proc/{workers.pids[1]}").exists()):
             while not has_happened():
                 assert time.monotonic() < deadline, status(daemon)
                 time.sleep(0.02)
+            (tmp_path / "go").touch()
         workers.kill()
         if not at_once:
             deadline = time.monotonic() + 30
@@ -187,10 +189,20 @@ def part(rank: int, value: int) -> torch.Tensor:
 
 
 class Dying(dcp.DefaultSavePlanner):
-    """Is killed in the middle of its copy."""
+    """Is killed in the middle of its copy, when a file is there."""
+
+    def __init__(self, go: Path) -> None:
+        super().__init__()
+        self.go = go
+        self.seen: set[str] = set()
 
     def resolve_data(self, write_item: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
+        if write_item.index.fqn in self.seen:  # the first time it is only looked at
+            while not self.go.exists():
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.seen.add(write_item.index.fqn)
+        return super().resolve_data(write_item)
 
 
 def work(rank: int, task: dict[str, Any]) -> int | None:
@@ -204,7 +216,7 @@ def work(rank: int, task: dict[str, Any]) -> int | None:
         assert all(torch.equal(found[f"t{number}"], part(number, value)) for number in range(WORLD))
     if task.get("save"):
         state = {f"t{rank}": part(rank, task["value"]), "value": task["value"]}
-        planner = Dying() if task.get("dies") == rank else dcp.DefaultSavePlanner()
+        planner = Dying(Path(task["go"])) if task.get("dies") == rank else dcp.DefaultSavePlanner()
         dcp.save(state, storage_writer=DaemonStorageWriter(task["save"], address=task["address"]), planner=planner)
     return value
 

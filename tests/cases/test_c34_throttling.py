@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -99,6 +98,7 @@ def test_a_listing_that_is_refused_three_times_is_a_listing(throttled: Throttled
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("refusal", ["503", "EACCES"])
 def test_a_listing_that_is_always_refused_is_an_error_and_not_an_empty_one(throttled: Throttled, asked: str, refusal: str) -> None:
+    throttled.forget()
     throttled.tell(list_raises=refusal)
     done = ASKED[asked](throttled)
     assert (done.returncode, done.stdout) == (3, "")
@@ -106,6 +106,7 @@ def test_a_listing_that_is_always_refused_is_an_error_and_not_an_empty_one(throt
 
 
 def test_a_store_whose_root_is_gone_is_an_error_and_not_an_empty_one(throttled: Throttled) -> None:
+    throttled.forget()
     moved = throttled.store.rename(throttled.store.with_name("elsewhere"))
     try:
         for ask in ASKED.values():
@@ -161,6 +162,7 @@ def test_saves_of_one_id_commit_although_its_name_may_not_be_written_again_so_so
     assert throttled.load("one/latest") == 3.0
 
 
+@pytest.mark.filterwarnings("ignore:ckptd. checkpoint quick/step-1 is not durable yet:UserWarning")  # a save that comes a little later
 def test_of_saves_of_one_id_that_do_not_wait_for_each_other_the_last_one_commits(throttled: Throttled) -> None:
     throttled.tell(rewrite_seconds=1.0)
     for value in (1.0, 2.0, 3.0):
@@ -178,7 +180,6 @@ def lists_of_a_load(throttled: Throttled, ranks: int) -> int:
     with at_the_same_moment(ranks) as asked, ThreadPoolExecutor(ranks) as threads:
         loads = [threads.submit(throttled.load, "run/latest") for _ in range(ranks)]
         assert asked.wait(60)
-        time.sleep(1.0)  # and been heard
         throttled.tell(list_log=str(throttled.lists))
         assert [load.result(60) for load in loads] == [3.0] * ranks
     return len(throttled.lists.read_text().splitlines())

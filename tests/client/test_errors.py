@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from ckptd.errors import TABLE, ArenaFull, CkptdError, InvalidRequest, LeaseLost, NotFound, StoreError, Unavailable, WrongPhase
 from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
+from ckptd_client.channel import Daemon
 from client.states import assert_equal
 from daemons import DaemonProcess
 
@@ -147,7 +149,7 @@ def test_somebody_else_at_the_address_is_no_daemon(monkeypatch: pytest.MonkeyPat
                     caller, _ = server.accept()
                 except OSError:
                     return
-                with caller:
+                with caller, suppress(OSError):  # who called may have gone
                     caller.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
         thread = threading.Thread(target=answer, daemon=True)
@@ -422,10 +424,23 @@ def test_a_daemon_that_stands_still_during_a_save_leaves_no_memory_behind(daemon
             )
     finally:
         os.kill(daemon.pid, signal.SIGCONT)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while json.loads(daemon.cli("status", "--json").stdout)["open_shards"]:
         assert time.monotonic() < deadline
     dcp.save({"t": torch.ones(1000)}, checkpoint_id="standstill", storage_writer=DaemonStorageWriter(address=daemon.address))
+
+
+def test_a_daemon_that_is_slow_to_answer_a_new_connection_is_waited_for(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTD_CONNECT_TIMEOUT", "60")
+    connection = Daemon(daemon.address)
+    os.kill(daemon.pid, signal.SIGSTOP)
+    going_on = threading.Timer(1.0, os.kill, (daemon.pid, signal.SIGCONT))
+    going_on.start()
+    try:
+        assert not connection.lease().lost
+    finally:
+        going_on.join()
+        connection.close()
 
 
 def test_a_daemon_that_stands_still_is_not_one_that_has_to_be_started(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,10 +311,13 @@ def test_a_daemon_that_hangs_over_it_is_noticed(pair: Pair, faulty: Faulty, monk
 
 def test_nothing_is_read_on_for_a_rank_that_has_gone(pair: Pair, faulty: Faulty) -> None:
     save(pair.saving, "s/step-1", tensor=lambda _: torch.rand(12_000_000))  # several requests
-    faulty.tell(read_delay_seconds=1, only="s/step-1/__")
-    call = channel.connect(faulty.daemon.address)._stub.Resolve.future(channel.daemon_pb2.ResolveRequest(id="s/latest", fallback=True))
+    faulty.tell(read_hold_after=0, only="s/step-1/__")
+    daemon = channel.connect(faulty.daemon.address)
+    call = daemon._stub.Resolve.future(channel.daemon_pb2.ResolveRequest(id="s/latest", fallback=True))
     faulty.until_read("s/step-1")
     call.cancel()
+    daemon.hello()  # comes behind it on the same connection
+    faulty.tell(read_delay_seconds=1, only="s/step-1/__")
     deadline = time.monotonic() + 30
     while "nobody waits for s/step-1 any more" not in faulty.daemon.log.read_text():
         assert time.monotonic() < deadline

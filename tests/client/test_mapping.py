@@ -151,9 +151,8 @@ def test_a_forgotten_mapping_is_unmapped(segment):
 
 
 def test_no_descriptor_stays_open(segment):
-    before = len(os.listdir("/proc/self/fd"))
     mapping = opened(segment)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert segment.path not in [target_of(fd) for fd in other_descriptors()]  # others come and go: this process has threads
     mapping.close()
 
 

@@ -180,6 +180,7 @@ def test_a_tensor_of_64_mib_streams_through_a_daemon_that_could_not_hold_two(pai
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_many_keys_round_trip(pair: Pair) -> None:
     state = {f"layer.{number}": torch.tensor([number, number + 1]) for number in range(20_000)}
     everywhere(pair, "many/step-1", state)

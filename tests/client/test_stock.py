@@ -206,6 +206,7 @@ class Hostile:
 # -- worlds ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(400)
 def test_every_world_and_placement_loads_what_every_other_saved(daemon: DaemonProcess) -> None:
     with World(Path(__file__).with_name("stock_world.py"), 4) as ranks:
         for size, compressed in ((2, False), (3, True), (4, False), (4, True)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -29,13 +30,18 @@ def run_world(pair: Pair, size: int, scenario: str, *, seconds: float) -> None:
         for rank in range(size)
     ]
     outputs: list[str] = []
+    deadline = time.monotonic() + seconds
     try:
-        outputs.extend(rank.communicate(timeout=seconds)[0] for rank in ranks)
+        outputs.extend(rank.communicate(timeout=max(0.0, deadline - time.monotonic()))[0] for rank in ranks)
     except subprocess.TimeoutExpired:
         for rank in ranks:
             rank.kill()
         said = [rank.communicate()[0][-3000:] for rank in ranks]
         pytest.fail("a rank did not end:\n" + "\n---\n".join(said))
+    finally:  # also when the test itself is ended: what it leaves behind would fail another one
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
     ended_well = [rank.returncode == 0 and "done\n" in output for rank, output in zip(ranks, outputs, strict=True)]
     failed = {number: output[-6000:] for number, (output, well) in enumerate(zip(outputs, ended_well, strict=True)) if not well}
     # A rank that only lost its neighbour says nothing of interest.

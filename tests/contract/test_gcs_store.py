@@ -329,7 +329,7 @@ def test_where_many_deletes_are_not_offered_each_is_a_request(
 
 def test_a_server_that_says_nothing_ends_the_call(gcs_server: GCSServer, proxy: FaultyProxy) -> None:
     options = {**gcs_server.options, "endpoint_url": proxy.endpoint, "requests_timeout": "0.3"}
-    proxy.tell(Fault(delay_seconds=1.0))
+    proxy.tell(Fault(delay_seconds=10.0))
     store = open_store(gcs_server.url("silent"), options, retries=0)
     for operation in ("get", "list", "put", "deletes"):
         with pytest.raises(Unavailable):

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SMALL = ["--width", "64", "--layers", "2", "--save-every", "4"]
+#: Within that any trainer has started, and gone its few steps: a launch of several imports torch in each of them.
+PATIENCE_SECONDS = 200
+pytestmark = pytest.mark.timeout(500)
 LOSS = re.compile(r"\[train\] step (\d+) loss (\S+)")
 
 
@@ -57,7 +60,10 @@ def test_a_trainer_killed_at_2_workers_goes_on_at_3_and_computes_the_same(tmp_pa
     with DaemonProcess(str(tmp_path / "store"), memory="128MiB") as daemon:
         first = start(2, "--steps", "10000", CKPTD_ADDRESS=daemon.address)
         first.until(
-            "two checkpoints and two more steps", lambda: len(steps_of(first, "saved")) >= 2 and max(losses(first)) % 4 >= 2, every=0.002
+            "two checkpoints and two more steps",
+            lambda: len(steps_of(first, "saved")) >= 2 and max(losses(first)) % 4 >= 2,
+            timeout=PATIENCE_SECONDS,
+            every=0.002,
         )
         first.kill()
         assert "[train] run gpt has no checkpoint: starting afresh at 2 workers" in first.lines()
@@ -65,7 +71,7 @@ def test_a_trainer_killed_at_2_workers_goes_on_at_3_and_computes_the_same(tmp_pa
         before = losses(first)
 
         second = start(3, "--steps", str(max(before) + 3), CKPTD_ADDRESS=daemon.address)
-        second.finish()
+        second.finish(timeout=PATIENCE_SECONDS)
         (resumed,) = steps_of(second, "resumed")
         after = losses(second)
 
@@ -82,7 +88,7 @@ def test_a_trainer_killed_at_2_workers_goes_on_at_3_and_computes_the_same(tmp_pa
 def test_a_trainer_does_not_start_afresh_when_no_daemon_answers(tmp_path: Path, start: Callable[..., Child]) -> None:
     trainer = start(1, "--steps", "2", CKPTD_ADDRESS=f"unix:{tmp_path}/nobody.sock", CKPTD_CONNECT_TIMEOUT="1")
 
-    assert trainer.process.wait(60) == 3
+    assert trainer.process.wait(PATIENCE_SECONDS) == 3
     assert not losses(trainer)
     assert any("cannot tell whether run gpt has a checkpoint" in line for line in trainer.lines())
 
@@ -90,10 +96,10 @@ def test_a_trainer_does_not_start_afresh_when_no_daemon_answers(tmp_path: Path, 
 def test_a_trainer_that_waits_for_durability_outlives_a_killed_daemon(tmp_path: Path, start: Callable[..., Child]) -> None:
     with DaemonProcess(str(tmp_path / "store"), memory="128MiB") as daemon:
         trainer = start(1, "--steps", "4", CKPTD_ADDRESS=daemon.address)
-        trainer.until("the last save is accepted", lambda: steps_of(trainer, "saved") == [4], every=0.001)
+        trainer.until("the last save is accepted", lambda: steps_of(trainer, "saved") == [4], timeout=PATIENCE_SECONDS, every=0.001)
         daemon.restart()
 
-        trainer.finish()
+        trainer.finish(timeout=PATIENCE_SECONDS)
     assert any(line.startswith("[train] gpt/step-4 is durable") for line in trainer.lines())
     assert (tmp_path / "store" / "gpt" / "step-4" / ".metadata").exists()
 
@@ -105,7 +111,7 @@ def test_workers_on_a_new_node_go_on_from_what_only_another_nodes_memory_has(tmp
     store = f"faulty://{tmp_path / 'store'}"
     with Hosts(2, store, memory="128MiB", peers=False, program=FAULTY, env={"FAULTY_CONTROL": str(control)}) as hosts:
         first = start(1, "--steps", "10000", CKPTD_ADDRESS=hosts[0].address)
-        first.until("a checkpoint", lambda: bool(steps_of(first, "saved")), every=0.002)
+        first.until("a checkpoint", lambda: bool(steps_of(first, "saved")), timeout=PATIENCE_SECONDS, every=0.002)
         first.kill()
         last = steps_of(first, "saved")[-1]
         place = meeting_place()
@@ -113,8 +119,8 @@ def test_workers_on_a_new_node_go_on_from_what_only_another_nodes_memory_has(tmp
         second, other = (
             start(1, "--steps", str(last + 2), RANK=str(rank), CKPTD_ADDRESS=hosts[1 - rank].address, **meeting) for rank in range(2)
         )
-        second.until("it has resumed", lambda: bool(steps_of(second, "resumed")))
+        second.until("it has resumed", lambda: bool(steps_of(second, "resumed")), timeout=PATIENCE_SECONDS)
         control.write_text("{}")
-        second.finish()
-        other.finish()
+        second.finish(timeout=PATIENCE_SECONDS)
+        other.finish(timeout=PATIENCE_SECONDS)
     assert steps_of(second, "resumed") >= [last]

