@@ -31,8 +31,9 @@ from ckptd.v1.daemon_pb2 import Checkpoint, DrainReply
 log = logging.getLogger(__name__)
 #: What nothing needs is looked for this often, in the runs that this node saves to.
 SWEEP_SECONDS = 3600.0
-#: A pause after a failure.
-RETRY_SECONDS = 60.0
+#: A pause after a failure: on a full disk nothing else makes room. It doubles up to the longest.
+RETRY_SECONDS = 1.0
+LONGEST_RETRY_SECONDS = 60.0
 #: What is collected younger than this could be what a flush of ours has just put: then none may run.
 UPLOAD_SECONDS = 3600.0
 
@@ -68,6 +69,8 @@ class Upkeep:
         self._one_at_a_time = asyncio.Lock()
         #: When each run that this node saves to is looked at next, in the loop's time.
         self._due: dict[str, float] = {}
+        #: The pause after the last failure, by run.
+        self._pauses: dict[str, float] = {}
         self._woken = asyncio.Event()
         node.backlog.became_durable = self._became_durable
         node.backlog.take_away = sweeper.delete
@@ -151,10 +154,12 @@ class Upkeep:
                 try:
                     await self._look_after(run)
                     self.node.catalog.troubles.pop(f"upkeep of {run}", None)
+                    self._pauses.pop(run, None)
                 except errors.CkptdError as exc:
-                    log.warning("old checkpoints of run %r could not be looked after, again in %.0f s: %s", run, RETRY_SECONDS, exc)
+                    pause = self._pauses[run] = min(2 * self._pauses.get(run, RETRY_SECONDS / 2), LONGEST_RETRY_SECONDS)
+                    log.warning("old checkpoints of run %r could not be looked after, again in %.0f s: %s", run, pause, exc)
                     self.node.catalog.trouble(f"upkeep of {run}", f"old checkpoints of run {run!r} could not be deleted: {exc}")
-                    self._look_again(run, RETRY_SECONDS)
+                    self._look_again(run, pause)
             pause = min(self._due.values(), default=loop.time() + SWEEP_SECONDS) - loop.time()
             try:
                 async with asyncio.timeout(max(0.0, pause)):
