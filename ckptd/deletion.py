@@ -55,7 +55,7 @@ class Deletion:
     async def delete(self, checkpoint: CheckpointId) -> Deleted:
         """Returns what goes from the store.
 
-        What is accepted here after it was asked for is not meant. Raises NotFound; WrongPhase if it is pinned or a load reads it;
+        What is accepted here after it has begun is not meant. Raises NotFound; WrongPhase if it is pinned or a load reads it;
         Unavailable if it may come back without a second deletion.
         """
         meant = self._names(checkpoint)
@@ -63,7 +63,7 @@ class Deletion:
         if entry is not None and entry.pinned:
             raise errors.WrongPhase(f"{checkpoint} is pinned: `ckptd unpin {checkpoint}` first")
         attempts = self.node.catalog.attempts
-        held = [name for name in meant if (one := attempts.get(name)) is not None and (one.restorable or one.pending)]
+        held = [name for name in meant if (one := attempts.get(name)) is not None and (one.restorable or one.state not in OVER)]
         pending, known = await self._elsewhere(checkpoint)
         if checkpoint in self.restore.reading():
             raise errors.WrongPhase(f"{checkpoint} cannot be deleted now: a load reads it; try again when that has ended")
@@ -84,15 +84,15 @@ class Deletion:
 
     async def _delete(self, checkpoint: CheckpointId, pending: list[Record], known: set[str], meant: set[str]) -> Deleted:
         entry = await self._find(checkpoint)  # what was on its way may have arrived
-        later = self._names(checkpoint) - meant
-        pending, known = [record for record in pending if record.summary.attempt not in later], known - later
-        if entry is not None and entry.attempt in later:  # it is durable already, by another node
+        if entry is not None and entry.attempt in self._names(checkpoint) - meant:  # it is durable already, by another node
             entry = None
         deleted = Deleted(checkpoint, 0, 0) if entry is None else await self._run(self.sweeper.delete, entry)
         if entry is not None and entry.attempt is not None and self.node.address:
             known = known | {entry.attempt}  # a node that was away since before it was durable does not know that, either
         held = [one for one in self.node.catalog.attempts.values() if one.id == checkpoint and one.joint and one.held]
-        shared = [one.record for one in held if one.name not in later]
+        shared = [one.record for one in held if one.name in meant]
+        later = self._names(checkpoint) - meant  # some of it may have been on its way to other nodes
+        pending, known = [record for record in pending if record.summary.attempt not in later], known - later
         noted = await self._refuse(checkpoint, known)
         # Not before: a deletion that failed must not have thrown a newer save away.
         self.node.forget(checkpoint, but=self._names(checkpoint) - meant)

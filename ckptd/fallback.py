@@ -77,10 +77,8 @@ class Fallback:
         """None: something was deleted or saved again meanwhile."""
         run = target.run if isinstance(target, CheckpointId) else target
         waiting = await self.restore.unstored(run)
-        not_reached: list[str] = []
         try:
             line = await self.restore.resolve(target)
-            not_reached = [*line.not_reached]
             if (held := self._held(CheckpointId.parse(line.summary.id), line.summary.attempt)) is not None:
                 held.not_reached.extend(line.not_reached)
                 return held
@@ -102,8 +100,8 @@ class Fallback:
                 if skipped:
                     found.skipped.extend(skipped)
                     log.error("a load of %s goes back to %s: %s", named(target), _id(candidate), "; ".join(skipped))
-                found.not_reached.extend(not_reached)
-                return found
+                order = candidate.summary.attempt if isinstance(candidate, Checkpoint) else candidate.order
+                return self.restore.with_what_is_newer(found, order, await self.restore.whereabouts.survey(target))
             skipped.append(f"{_id(candidate)}: {why}")
         if not skipped:
             return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
@@ -36,6 +37,8 @@ from ckptd.whereabouts import Whereabouts
 log = logging.getLogger(__name__)
 #: How long a store that hangs may keep a reader from what memory holds whole.
 PATIENCE_SECONDS = 3.0
+#: So often the log has the same of what cannot be read.
+LOG_AGAIN_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,8 @@ class Restore:
         nearby = Nearby(self.peers, self.whereabouts, node.memory_threads, self.bytes_from)
         self.ways = Ways(node, fetcher, self.indexes, self.whereabouts, nearby, self.bytes_from, self.readers)
         self.summaries = Summaries(ledger, threads)
+        #: What the log was told lately of what cannot be read, and when (monotonic).
+        self._logged: dict[str, float] = {}
         node.caches.append((fetcher.victims, fetcher.evicted))
         node.caches.append((self.indexes.victims, self.indexes.evicted))
         node.give_up_unread = fetcher.give_up_unread
@@ -100,7 +105,7 @@ class Restore:
         meant = self._meant(target, self._pending(before), seen)
         newest = max(meant, default="")
         if newest and (entry is None or newest > entry.order):
-            return self._with_what_is_newer(meant[newest], newest, seen)
+            return self.with_what_is_newer(meant[newest], newest, seen)
         if entry is None:
             within = "" if isinstance(target, CheckpointId) or not target else f" in run {target!r}"
             what = f"no checkpoint {target}" if isinstance(target, CheckpointId) else f"no checkpoint{within}"
@@ -116,7 +121,19 @@ class Restore:
                 raise errors.Unavailable(f"{what} in {self.fetcher.store.url} or in memory{why}; retry in some seconds")
             raise errors.NotFound(f"{what} in {self.fetcher.store.url} or in memory{why}; `ckptd list` shows what is there")
         line = await (self.readable(entry) if to_open else self.summaries.line(entry))
-        return self._with_what_is_newer(line, entry.order, seen)
+        return self.with_what_is_newer(line, entry.order, seen)
+
+    def with_what_is_newer(self, line: Checkpoint, order: str, seen: Mapping[str, Sighting]) -> Checkpoint:
+        """Who loads it hears what is newer and cannot be read; the log has what may be newer, too. `order`: where it stands in time."""
+        line.not_reached.extend(not_reached(seen, order) if order else ())
+        silent = [f"no answer comes from the ckptd daemon at {address}" for address in self.whereabouts.silent()]
+        now = time.monotonic()
+        self._logged = {text: at for text, at in self._logged.items() if now - at < LOG_AGAIN_SECONDS}
+        for why in (*line.not_reached, *silent):
+            text = f"{line.summary.id} is the newest that can be read: {why}"
+            if self._logged.setdefault(text, now) == now:  # every rank asks
+                log.warning("%s", text)
+        return line
 
     async def readable(self, entry: Entry) -> Checkpoint:
         """A durable checkpoint, as a reader opens it. Raises Corrupt if not even its summary can be read."""
@@ -279,14 +296,6 @@ class Restore:
         """What of an id or a run memory alone can give back, by attempt."""
         meant = {attempt.name: checkpoint_of(attempt) for attempt in own if target in (attempt.id, attempt.id.run)}
         return meant | {name: one.line() for name, one in seen.items() if _shared(one) and one.restorable}
-
-    def _with_what_is_newer(self, line: Checkpoint, name: str, seen: Mapping[str, Sighting]) -> Checkpoint:
-        """Who loads it hears what is newer and cannot be read; the log has what may be newer, too."""
-        line.not_reached.extend(not_reached(seen, name))
-        silent = [f"no answer comes from the ckptd daemon at {address}" for address in self.whereabouts.silent()]
-        for why in (*line.not_reached, *silent):
-            log.warning("%s is the newest that can be read: %s", line.summary.id, why)
-        return line
 
     async def _without_store(
         self, target: CheckpointId | str, seen: dict[str, Sighting], error: errors.Unavailable | errors.StoreError

@@ -35,6 +35,8 @@ class Sighting:
     reasons: dict[str, str] = field(default_factory=dict)
     """By address: why it is no further there."""
     record: Record | None = None
+    accepted: bool = False
+    """Somebody knows that all have accepted it."""
     own: Attempt | None = None
     """What this node knows of it."""
     stored: dict[int, StoredShard] = field(default_factory=dict)
@@ -96,6 +98,7 @@ def merged(own: Iterable[Attempt], told: Mapping[str, Iterable[Holding]]) -> dic
     for attempt in own:
         seen = found[attempt.name] = Sighting(attempt.record.summary, {HERE: attempt.state}, record=attempt.record, own=attempt)
         seen.holders = {token: [HERE] for token in attempt.held}
+        seen.accepted = attempt.confirmed
     for address, holdings in told.items():
         for holding in holdings:
             name = holding.summary.attempt
@@ -104,6 +107,7 @@ def merged(own: Iterable[Attempt], told: Mapping[str, Iterable[Holding]]) -> dic
                 continue
             seen.states[address] = holding.state
             seen.reasons[address] = holding.reason
+            seen.accepted = seen.accepted or not holding.adopted
             for token in holding.held:
                 seen.holders.setdefault(token, []).append(address)
             if seen.record is None and holding.HasField("record"):
@@ -113,8 +117,13 @@ def merged(own: Iterable[Attempt], told: Mapping[str, Iterable[Holding]]) -> dic
 
 def not_reached(seen: Mapping[str, Sighting], name: str) -> list[str]:
     """What was accepted later than the attempt `name`, was not deleted, and cannot be read: newest first, in words."""
-    newer = (one for at, one in sorted(seen.items(), reverse=True) if at > name)
-    return [f"a save of {one.summary.id} was accepted later: {one.line().reason}" for one in newer if one.missing and one.state not in GONE]
+    told = []
+    for at, one in sorted(seen.items(), reverse=True):
+        # What not all have accepted is being saved just now, or its trainer has heard that the save failed.
+        if at > name and one.accepted and one.missing and one.state not in GONE:
+            how = ", and memory does not hold it any more" if one.own is not None and not one.own.joint else ""
+            told.append(f"a save of {one.summary.id} was accepted later{how}: {one.line().reason}")
+    return told
 
 
 def _why(missing: Collection[Receipt]) -> list[str]:

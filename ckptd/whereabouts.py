@@ -71,7 +71,14 @@ class Whereabouts:
             arena = self.node.arena
             held = [token for token in sorted(attempt.held) if token in arena and arena.get(token).path.exists()]
             record = attempt.record if request.with_record else None
-            yield Holding(summary=attempt.record.summary, state=attempt.state, held=held, record=record, reason=attempt.reason)
+            yield Holding(
+                summary=attempt.record.summary,
+                state=attempt.state,
+                held=held,
+                record=record,
+                reason=attempt.reason,
+                adopted=not attempt.confirmed,
+            )
 
     # -- what others say --------------------------------------------------------------------
 

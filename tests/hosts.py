@@ -11,6 +11,7 @@ host. Whatever was started is gone at the end, and so are its files.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import json
 import os
 import random
@@ -292,9 +293,9 @@ class Troubled:
         self.tell(on=on, **{"raise": error})
 
     def has_held(self, key: str, *, on: Host) -> bool:
-        """Whether the host's daemon was about to let that object appear, and had to wait as `hold_after` says."""
+        """Whether the host's daemon had such an object ready (`*` stands for anything), and had to wait as `hold_after` says."""
         noted = Path(f"{self._controls[on.number]}.held")
-        return noted.exists() and f"{self.path / key}" in noted.read_text().splitlines()
+        return noted.exists() and bool(fnmatch.filter(noted.read_text().splitlines(), f"{self.path / key}"))
 
     def works(self, *, on: Host | None = None) -> None:
         """From now on nothing is wrong with it."""

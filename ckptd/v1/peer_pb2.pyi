@@ -108,18 +108,20 @@ class HoldingsRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., id: _Optional[str] = ..., attempt: _Optional[str] = ..., with_record: bool = ...) -> None: ...
 
 class Holding(_message.Message):
-    __slots__ = ("summary", "state", "held", "record", "reason")
+    __slots__ = ("summary", "state", "held", "record", "reason", "adopted")
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_FIELD_NUMBER: _ClassVar[int]
     summary: _manifest_pb2.Summary
     state: _daemon_pb2.Checkpoint.State
     held: _containers.RepeatedScalarFieldContainer[str]
     record: _manifest_pb2.Record
     reason: str
-    def __init__(self, summary: _Optional[_Union[_manifest_pb2.Summary, _Mapping]] = ..., state: _Optional[_Union[_daemon_pb2.Checkpoint.State, str]] = ..., held: _Optional[_Iterable[str]] = ..., record: _Optional[_Union[_manifest_pb2.Record, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+    adopted: bool
+    def __init__(self, summary: _Optional[_Union[_manifest_pb2.Summary, _Mapping]] = ..., state: _Optional[_Union[_daemon_pb2.Checkpoint.State, str]] = ..., held: _Optional[_Iterable[str]] = ..., record: _Optional[_Union[_manifest_pb2.Record, _Mapping]] = ..., reason: _Optional[str] = ..., adopted: bool = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("token", "ranges")

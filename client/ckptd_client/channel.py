@@ -40,9 +40,10 @@ _OPTIONS: Final = (
     ("grpc.enable_http_proxy", 0),
     # A call fails when its connection fails: only the caller knows whether it may be sent again.
     ("grpc.enable_retries", 0),
-    # A daemon that comes back is found within a second, not after minutes of backoff.
+    # A daemon that comes back is found within a second, not after minutes of backoff; one that is slow to answer has ten (the
+    # middle one is how long one attempt to connect may take).
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 10_000),  # this is also how long one attempt to connect may take
+    ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 _GONE: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)

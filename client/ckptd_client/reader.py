@@ -134,7 +134,8 @@ class DaemonStorageReader(StorageReader):
         for skipped in found.skipped:
             warn_always(f"{checkpoint_id} is loaded instead of {target}, because a newer checkpoint is damaged: {skipped}")
         for why in found.not_reached:
-            warn_always(f"{checkpoint_id} is loaded as {target}, the newest that can be read: {why}")
+            what = f"an older save of {target} is loaded" if checkpoint_id == target else f"{checkpoint_id} is loaded as {target}"
+            warn_always(f"{what}, the newest that can be read: {why}")
         with LoadStream(daemon, checkpoint_id, attempt) as stream:
             pickled, tables = stream.index(stream.open())
         metadata = pickles.load(pickled, checkpoint_id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,28 @@ def test_a_commit_that_is_at_its_last_put_does_not_undo_a_deletion_on_another_no
         save(addresses(hosts), ID, 2)
         wait(ID, address=commits.address, timeout=60)
         assert_stock_reads(store.path, ID, 2, 2)
+
+
+def test_a_save_of_several_nodes_that_is_accepted_while_a_deletion_waits_for_the_store_stays(tmp_path: Path) -> None:
+    store = Troubled(tmp_path)
+    with store.hosts(2) as hosts:
+        deletes = hosts[0]
+        store.works()
+        save(addresses(hosts), ID, 1)
+        for host in hosts:
+            wait(ID, address=host.address, timeout=60)
+        store.tell(on=deletes, hold_after=0)
+        with subprocess.Popen([sys.executable, "-m", "ckptd", "delete", ID, "--address", deletes.address]) as deleting:
+            try:
+                until("its tombstone is on its way", lambda: store.has_held(f"{ID}/.ckptd/*.deleted", on=deletes))
+                save(addresses(hosts), ID, 2, durable=False, overwrite=True)
+            finally:
+                store.works()
+            assert deleting.wait(60) == 0
+        assert not (store.path / ID / ".metadata").exists()
+        assert [load(host.address, ID, 2) for host in hosts] == [2, 2]
+        assert deletes.daemon.cli("delete", ID).returncode == 0
+        assert [listed(host, ID) for host in hosts] == ["", ""]
 
 
 def test_a_deletion_that_neither_all_nodes_nor_the_store_hear_of_says_so_and_once_repeated_it_lasts(tmp_path: Path) -> None:

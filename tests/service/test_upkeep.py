@@ -26,9 +26,9 @@ from ckptd_client.stream import LoadStream
 from daemons import FAULTY, DaemonProcess
 
 
-def save(daemon: DaemonProcess, name: str, value: float = 1.0, *, durable: bool = True, **options: Any) -> None:
+def save(daemon: DaemonProcess, name: str, value: float = 1.0, *, durable: bool = True, nbytes: int = 4000, **options: Any) -> None:
     writer = DaemonStorageWriter(address=daemon.address, **options)
-    dcp.save({"t": torch.full((1000,), value)}, checkpoint_id=name, storage_writer=writer)
+    dcp.save({"t": torch.full((nbytes // 4,), value)}, checkpoint_id=name, storage_writer=writer)
     if durable:
         wait(name, address=daemon.address, timeout=60)
 
@@ -312,6 +312,24 @@ def test_what_is_accepted_while_a_deletion_of_its_id_waits_for_the_store_stays(t
         assert load(daemon, "step-1") == 2.0
         daemon.restart()
         assert load(daemon, "step-1") == 2.0
+
+
+@pytest.mark.filterwarnings("ignore:ckptd. checkpoint run/step-2 could not be made durable:UserWarning")
+def test_what_has_failed_and_is_not_in_memory_any_more_is_told_to_who_loads_until_it_is_deleted(tmp_path: Path) -> None:
+    control = tmp_path / "control"
+    control.write_text(json.dumps({"raise": "EACCES", "only": "run/step-2"}))
+    with DaemonProcess(f"faulty://{tmp_path}/store", program=FAULTY, env={"FAULTY_CONTROL": str(control)}, memory="20MiB") as daemon:
+        save(daemon, "run/step-1")
+        save(daemon, "run/step-2", durable=False, nbytes=8_000_000)
+        daemon.until("run/step-2", "failed")
+        for number in range(3):  # which need the memory
+            save(daemon, f"other/step-{number}", nbytes=8_000_000)
+        with pytest.warns(UserWarning, match="run/step-2 was accepted later, and memory does not hold it any more: .*Permission denied"):
+            assert load(daemon, "run/latest") == 1.0
+        deleted = daemon.cli("delete", "run/step-2")
+        assert deleted.returncode == 0, deleted
+        assert load(daemon, "run/latest") == 1.0
+        assert "run/step-2" not in daemon.list()
 
 
 def test_one_checkpoint_that_cannot_be_deleted_keeps_no_other(tmp_path: Path) -> None:

@@ -96,6 +96,18 @@ def test_who_loads_an_older_one_hears_of_a_newer_that_is_cut_off_and_not_of_one_
     assert not not_reached(merged([], {A: says("shard-a", "pickle", state=state), B: says("shard-b")}), "")
 
 
+def test_of_a_save_that_not_all_have_accepted_nobody_hears() -> None:
+    """It is on its way, or its trainer has heard that it failed."""
+    (adopted,) = says("shard-a")
+    adopted.adopted = True
+    assert not not_reached(merged([], {A: [adopted]}), "0")
+    assert not_reached(merged([], {A: [adopted], B: says("shard-b")}), "0")  # the other one knows that it was accepted
+    own = Attempt(record(), CheckpointId("run", "step-1"), Checkpoint.LOST, held={"shard-a"}, confirmed=False)
+    assert not not_reached(merged([own], {}), "0")
+    own.confirmed = True
+    assert not_reached(merged([own], {}), "0")
+
+
 def test_without_its_record_nobody_knows_what_it_consists_of() -> None:
     assert not seen(a=says("shard-a", "shard-b", "pickle", whole=False)).restorable
 
