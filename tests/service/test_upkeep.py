@@ -33,9 +33,9 @@ def save(daemon: DaemonProcess, name: str, value: float = 1.0, *, durable: bool 
         wait(name, address=daemon.address, timeout=60)
 
 
-def load(daemon: DaemonProcess, name: str) -> float:
+def load(daemon: DaemonProcess, name: str, **options: Any) -> float:
     found = {"t": torch.zeros(1000)}
-    dcp.load(found, checkpoint_id=name, storage_reader=DaemonStorageReader(address=daemon.address))
+    dcp.load(found, checkpoint_id=name, storage_reader=DaemonStorageReader(address=daemon.address, **options))
     return float(found["t"].sum()) / 1000
 
 
@@ -319,13 +319,21 @@ def test_what_has_failed_and_is_not_in_memory_any_more_is_told_to_who_loads_unti
     control = tmp_path / "control"
     control.write_text(json.dumps({"raise": "EACCES", "only": "run/step-2"}))
     with DaemonProcess(f"faulty://{tmp_path}/store", program=FAULTY, env={"FAULTY_CONTROL": str(control)}, memory="20MiB") as daemon:
+        save(daemon, "run/step-0", 0.5)
         save(daemon, "run/step-1")
         save(daemon, "run/step-2", durable=False, nbytes=8_000_000)
         daemon.until("run/step-2", "failed")
         for number in range(3):  # which need the memory
             save(daemon, f"other/step-{number}", nbytes=8_000_000)
-        with pytest.warns(UserWarning, match="run/step-2 was accepted later, and memory does not hold it any more: .*Permission denied"):
+        told = "run/step-2 was accepted later, and memory does not hold it any more: .*Permission denied"
+        with pytest.warns(UserWarning, match=told):
             assert load(daemon, "run/latest") == 1.0
+        (manifest,) = (tmp_path / "store" / "run/step-1/.ckptd").glob("*.manifest")
+        whole = manifest.read_bytes()
+        manifest.write_bytes(whole[:-1])
+        with pytest.warns(UserWarning, match=told), pytest.warns(UserWarning, match="run/step-0 is loaded instead of run/latest"):
+            assert load(daemon, "run/latest", fallback=True) == 0.5
+        manifest.write_bytes(whole)
         deleted = daemon.cli("delete", "run/step-2")
         assert deleted.returncode == 0, deleted
         assert load(daemon, "run/latest") == 1.0
