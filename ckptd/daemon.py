@@ -1,7 +1,7 @@
 """The daemon: recovers, serves, drains.
 
-Promises: one daemon per socket and per shm-dir; `ready ADDRESS STORE` is printed when calls are taken; SIGTERM and SIGINT, however
-many, end it in order within the grace, and what is accepted and not durable stays in memory for the next start; a bug in a background
+Promises: one daemon per socket and per shm-dir; `ready ADDRESS STORE` is printed when calls are taken; SIGTERM and SIGINT
+end it in order within the grace, and what is accepted and not durable stays in memory for the next start; a bug in a background
 task ends it loudly, and that memory stays as well.
 """
 

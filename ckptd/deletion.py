@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Executor
 from contextlib import suppress
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from ckptd import errors, parts
 from ckptd.ledger import Ledger
@@ -27,10 +28,20 @@ from ckptd.v1.manifest_pb2 import Record
 
 log = logging.getLogger(__name__)
 
+#: A deletion that knows only after so long what there is to delete has deleted nothing.
+LOOK_SECONDS: Final = 30.0
 #: Of an attempt that needs no deleting any more.
 OVER: Final = (Checkpoint.ABORTED, Checkpoint.DURABLE)
 
 T = TypeVar("T")
+
+
+class Joint(NamedTuple):
+    """A save that other nodes hold, and that has to go there, too."""
+
+    record: Record
+    #: It is on its way to the store, and whoever commits it reads the refusal there first.
+    reads_refusals: bool
 
 
 async def nobody_else(_: Record, __: str) -> bool:
@@ -49,8 +60,8 @@ class Deletion:
         self.threads = threads
         #: Tells the other nodes that hold an attempt that it goes; whether all have heard.
         self.abandon: Callable[[Record, str], Awaitable[bool]] = nobody_else
-        #: Attempts that were deleted here, of which neither all other nodes nor the store know it.
-        self._owed: dict[CheckpointId, set[str]] = {}
+        #: What was deleted here, while others that hold it have not heard of that, and may not hear of it from the store. By attempt.
+        self._owed: dict[CheckpointId, dict[str, Joint]] = {}
 
     async def delete(self, checkpoint: CheckpointId) -> Deleted:
         """Returns what goes from the store.
@@ -58,31 +69,36 @@ class Deletion:
         What is accepted here after it has begun is not meant. Raises NotFound; WrongPhase if it is pinned or a load reads it;
         Unavailable if it may come back without a second deletion.
         """
-        meant = self._names(checkpoint)
+        meant, began = self._names(checkpoint), time.monotonic()
         entry = await self._find(checkpoint)
         if entry is not None and entry.pinned:
             raise errors.WrongPhase(f"{checkpoint} is pinned: `ckptd unpin {checkpoint}` first")
         attempts = self.node.catalog.attempts
         held = [name for name in meant if (one := attempts.get(name)) is not None and (one.restorable or one.state not in OVER)]
         pending, known = await self._elsewhere(checkpoint)
+        if time.monotonic() - began > LOOK_SECONDS:  # who asked may have saved that id anew since, on other nodes
+            raise errors.Unavailable(f"{checkpoint} was not deleted: the store {self.ledger.url} took too long to answer; try again")
         if checkpoint in self.restore.reading():
             raise errors.WrongPhase(f"{checkpoint} cannot be deleted now: a load reads it; try again when that has ended")
-        owed = self._owed.get(checkpoint, set())
+        owed = self._owed.get(checkpoint, {})
         if entry is None and not held and not pending and not owed:
-            raise errors.NotFound(f"no checkpoint {checkpoint} in the store or in memory; `ckptd list` shows what is there")
+            raise errors.NotFound(
+                f"no checkpoint {checkpoint} in the store or in memory; `ckptd list` shows what is there, and what is "
+                "incomplete there goes with `ckptd prune`, after --orphan-age"
+            )
         self.node.backlog.held.add(checkpoint)
         try:
             self.node.backlog.stop_of(checkpoint)
             while self.node.backlog.flushing(checkpoint):
                 await self.node.changed()
-            return await self._delete(checkpoint, pending, known | owed, meant)
+            return await self._delete(checkpoint, pending | owed, known | owed.keys(), meant)
         finally:
             self.node.backlog.held.discard(checkpoint)
             self.node.wake()
 
     # -- inside -----------------------------------------------------------------------------
 
-    async def _delete(self, checkpoint: CheckpointId, pending: list[Record], known: set[str], meant: set[str]) -> Deleted:
+    async def _delete(self, checkpoint: CheckpointId, pending: dict[str, Joint], known: set[str], meant: set[str]) -> Deleted:
         entry = await self._find(checkpoint)  # what was on its way may have arrived
         if entry is not None and entry.attempt in self._names(checkpoint) - meant:  # it is durable already, by another node
             entry = None
@@ -92,22 +108,22 @@ class Deletion:
         held = [one for one in self.node.catalog.attempts.values() if one.id == checkpoint and one.joint and one.held]
         shared = [one.record for one in held if one.name in meant]
         later = self._names(checkpoint) - meant  # some of it may have been on its way to other nodes
-        pending, known = [record for record in pending if record.summary.attempt not in later], known - later
+        pending, known = {name: one for name, one in pending.items() if name not in later}, known - later
         noted = await self._refuse(checkpoint, known)
         # Not before: a deletion that failed must not have thrown a newer save away.
         self.node.forget(checkpoint, but=self._names(checkpoint) - meant)
-        unheard = await self._tell(pending)
-        await self._tell(record for record in shared if record not in pending)  # it is durable, and memory keeps it
-        heard = {record.summary.attempt for record in pending}.difference(unheard)
-        owed = self._owed.pop(checkpoint, set()).difference(heard).union(unheard)
-        if owed and not noted:
+        unheard = await self._tell(one.record for one in pending.values())
+        await self._tell(record for record in shared if record.summary.attempt not in pending)  # it is durable, and memory keeps it
+        self._owed.pop(checkpoint, None)
+        if owed := {name: pending[name] for name in unheard if not (noted and pending[name].reads_refusals)}:
             self._owed[checkpoint] = owed
+            how = "and what it holds is not on its way to the store" if noted else f"and the store {self.ledger.url} takes no note of it"
             raise errors.Unavailable(
-                f"{checkpoint} is deleted here; a node that holds it did not hear of it, and the store {self.ledger.url} takes no "
-                "note of it: delete it again once one of them answers, else it may come back with that node"
+                f"{checkpoint} is deleted here; a node that holds it did not hear of it, {how}: "
+                "delete it again once that node answers, else it may come back with it"
             )
-        for record in pending:
-            await self._run(self._forget_parts, checkpoint, record.summary.attempt)
+        for name in pending:
+            await self._run(self._forget_parts, checkpoint, name)
         entry = await self._find(checkpoint) if known else None
         if entry is not None and entry.attempt in known:
             # Another node has committed it meanwhile. If it has taken that away itself by now, so much the better.
@@ -117,13 +133,13 @@ class Deletion:
             log.warning("%s is deleted; a node that holds attempt %s of it did not hear of it yet", checkpoint, ", ".join(unheard))
         return deleted
 
-    async def _elsewhere(self, checkpoint: CheckpointId) -> tuple[list[Record], set[str]]:
-        """Saves of that id that other nodes hold and that are on their way to the store, or may be; and attempts that may come back.
+    async def _elsewhere(self, checkpoint: CheckpointId) -> tuple[dict[str, Joint], set[str]]:
+        """Saves of that id that other nodes hold, by attempt; and attempts that may come back.
 
         These are the same, and of what is over the newest that each other node took part in: if it is away, it may not know.
         """
         if not self.restore.peers.known and not any(one.id == checkpoint and one.joint for one in self.node.catalog.attempts.values()):
-            return [], set()
+            return {}, set()
         seen = await self.restore.whereabouts.survey(checkpoint, every=True)
         others = {name: one for name, one in seen.items() if one.state not in OVER and (one.own is None or one.own.joint)}
         newest = {
@@ -133,7 +149,12 @@ class Deletion:
             for node in participants(attempt.record)
             if node != self.node.name
         }
-        return [one.record for one in others.values() if one.record is not None], {*others, *newest.values()}
+        held = {
+            name: Joint(one.record, one.record.durable and one.state != Checkpoint.FAILED)
+            for name, one in others.items()
+            if one.record is not None
+        }
+        return held, {*others, *newest.values()}
 
     async def _tell(self, records: Iterable[Record]) -> list[str]:
         """The attempts of which some node did not hear that they were deleted."""

@@ -90,6 +90,7 @@ class Fallback:
         if isinstance(target, CheckpointId):
             while candidates and _id(candidates[0]) != target:  # accepted later
                 del candidates[0]
+        newest = _order(candidates[0]) if candidates else ""
         skipped: list[str] = []
         for candidate in candidates:
             try:
@@ -100,8 +101,10 @@ class Fallback:
                 if skipped:
                     found.skipped.extend(skipped)
                     log.error("a load of %s goes back to %s: %s", named(target), _id(candidate), "; ".join(skipped))
-                order = candidate.summary.attempt if isinstance(candidate, Checkpoint) else candidate.order
-                return self.restore.with_what_is_newer(found, order, await self.restore.whereabouts.survey(target))
+                seen = await self.restore.whereabouts.survey(run)
+                if isinstance(target, CheckpointId):
+                    seen = {name: one for name, one in seen.items() if name <= newest or one.summary.id == str(target)}
+                return self.restore.with_what_is_newer(found, _order(candidate), seen)
             skipped.append(f"{_id(candidate)}: {why}")
         if not skipped:
             return None
@@ -192,6 +195,10 @@ def named(target: CheckpointId | str) -> str:
 
 def _id(candidate: Entry | Checkpoint) -> CheckpointId:
     return candidate.id if isinstance(candidate, Entry) else CheckpointId.parse(candidate.summary.id)
+
+
+def _order(candidate: Entry | Checkpoint) -> str:
+    return candidate.order if isinstance(candidate, Entry) else candidate.summary.attempt
 
 
 def _newest_first(entries: Sequence[Entry], unstored: Mapping[str, Checkpoint]) -> Iterator[Entry | Checkpoint]:

@@ -27,6 +27,7 @@ from ckptd.node import Node
 from ckptd.peers import Peers
 from ckptd.questions import Questions
 from ckptd.reading import Source, Ways
+from ckptd.ring import LOST_SECONDS
 from ckptd.scan import Entry
 from ckptd.sighting import GONE, Sighting, not_reached
 from ckptd.summaries import Summaries
@@ -117,7 +118,7 @@ class Restore:
                 why = f" that could be reached: the ckptd daemon at {silent[0]} {how}, and may hold one"
             elif not why:
                 why = "".join(f"; the ckptd daemon at {a}, which may hold one, {how}" for a, how in self._away())
-            if silent or any(not one.ended for one in parts):  # nobody may start from nothing because a node is slow to come back
+            if silent or any(not self._given_up(one) for one in parts):  # nobody may start from nothing because a node is slow to come back
                 raise errors.Unavailable(f"{what} in {self.fetcher.store.url} or in memory{why}; retry in some seconds")
             raise errors.NotFound(f"{what} in {self.fetcher.store.url} or in memory{why}; `ckptd list` shows what is there")
         line = await (self.readable(entry) if to_open else self.summaries.line(entry))
@@ -125,7 +126,8 @@ class Restore:
 
     def with_what_is_newer(self, line: Checkpoint, order: str, seen: Mapping[str, Sighting]) -> Checkpoint:
         """Who loads it hears what is newer and cannot be read; the log has what may be newer, too. `order`: where it stands in time."""
-        line.not_reached.extend(not_reached(seen, order) if order else ())
+        away = [address for address in self.peers.known if self.peers.gone_seconds(address)]
+        line.not_reached.extend(not_reached(seen, order, away) if order else ())
         silent = [f"no answer comes from the ckptd daemon at {address}" for address in self.whereabouts.silent()]
         now = time.monotonic()
         self._logged = {text: at for text, at in self._logged.items() if now - at < LOG_AGAIN_SECONDS}
@@ -243,6 +245,11 @@ class Restore:
                 found.append((address, how))
         return found[:3]
 
+    def _given_up(self, seen: Sighting) -> bool:
+        """Whether nobody waits for its missing parts any more."""
+        away = [self.peers.gone_seconds(receipt.address) > LOST_SECONDS for receipt in seen.missing]
+        return seen.ended or (seen.state == Checkpoint.FAILED and all(away))
+
     def _distrust(self, seen: Sighting) -> str:
         """Why nodes that hold what is missing cannot be reached, if TLS is the reason: to be added to what is said of them."""
         missing = {receipt.address for receipt in seen.missing}
@@ -312,7 +319,7 @@ class Restore:
                         break
             if not held:
                 raise error
-            return held[max(held)]
+            return self.with_what_is_newer(held[max(held)], max(held), seen)
         newest = max([name for name, one in seen.items() if one.restorable or one.state == Checkpoint.DURABLE], default="")
         hint = f"; memory holds {seen[newest].summary.id}: load it by its id if you know that it is the newest" if newest else ""
         raise type(error)(f"the newest checkpoint is not known while the store cannot be read: {error}{hint}") from error

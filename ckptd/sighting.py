@@ -19,6 +19,11 @@ from ckptd.v1.peer_pb2 import Holding
 
 #: Stands for this node where others have addresses.
 HERE: Final = ""
+#: So many saves that cannot be read are named.
+MOST_TOLD: Final = 3
+#: Said of a node that was started anew: what it held is gone.
+FORGETFUL: Final = "without its memory"
+_HINT: Final = "; if that state matters, start the daemon of that node again, with its shm-dir and address, before the next save"
 #: What does not come back if the store does not have it: what was durable there was deleted since.
 GONE: Final = (Checkpoint.ABORTED, Checkpoint.DURABLE)
 
@@ -84,7 +89,9 @@ class Sighting:
         state = self.state
         told = next((f"the daemon at {at} says: {why}" for at, why in self.reasons.items() if why and self.states[at] == state), "")
         reason = (self.own.reason if self.own is not None else "") or told
-        known = self.own is not None and self.own.doubtful and reason  # then it says what is missing, and since when
+        # Who watches it says what is missing, and since when.
+        watched = self.own is not None and self.own.doubtful
+        known = reason and (watched or (self.missing and all(f"node {receipt.node} " in reason for receipt in self.missing)))
         if self.record is not None and not self.record.durable and state in PENDING:
             reason = f"{reason}; {MEMORY_ONLY}" if known else MEMORY_ONLY
         if self.missing and not known and state in (*PENDING, Checkpoint.LOST, Checkpoint.FAILED):
@@ -115,15 +122,25 @@ def merged(own: Iterable[Attempt], told: Mapping[str, Iterable[Holding]]) -> dic
     return found
 
 
-def not_reached(seen: Mapping[str, Sighting], name: str) -> list[str]:
-    """What was accepted later than the attempt `name`, was not deleted, and cannot be read: newest first, in words."""
+def not_reached(seen: Mapping[str, Sighting], name: str, away: Collection[str] = ()) -> list[str]:
+    """What was accepted later than the attempt `name`, was not deleted, and cannot be read: the newest few, in words.
+
+    `away`: addresses of nodes that do not answer.
+    """
     told = []
     for at, one in sorted(seen.items(), reverse=True):
-        # What not all have accepted is being saved just now, or its trainer has heard that the save failed.
-        if at > name and one.accepted and one.missing and one.state not in GONE:
-            how = ", and memory does not hold it any more" if one.own is not None and not one.own.joint else ""
-            told.append(f"a save of {one.summary.id} was accepted later{how}: {one.line().reason}")
-    return told
+        if at <= name or not one.missing or one.record is None or one.state in GONE:
+            continue
+        why = one.line().reason
+        if one.own is not None and not one.own.joint:
+            told.append(f"a save of {one.summary.id} was accepted later, and memory does not hold it any more: {why}")
+        elif (
+            one.accepted or one.record.metadata.address in away
+        ):  # else it is being saved just now, or its trainer has heard that it failed
+            how = "was accepted later" if one.accepted else "was begun later, and may have been accepted"
+            told.append(f"a save of {one.summary.id} {how}: {why}{'' if FORGETFUL in why else _HINT}")
+    more = [f"and so were {len(told) - MOST_TOLD} more"] if len(told) > MOST_TOLD else []
+    return [*told[:MOST_TOLD], *more]
 
 
 def _why(missing: Collection[Receipt]) -> list[str]:

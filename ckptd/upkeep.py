@@ -180,7 +180,11 @@ class Upkeep:
 
     async def _look_after(self, run: str) -> None:
         if not self.policy.empty:
-            await self.prune(run)
+            refused: list[errors.StoreError] = []
+            ages = self.delete_grace_seconds, self.orphan_age_seconds
+            await self._alone("a prune", lambda: self._prune(run, self.policy, *ages, dry_run=False, refused=refused))
+            if refused:
+                raise refused[0]
             return
         async with self._one_at_a_time:  # nobody gave rules: no checkpoint is looked at
             swept = await self._sweep(run, self.delete_grace_seconds, self.orphan_age_seconds, dry_run=False)
@@ -206,8 +210,16 @@ class Upkeep:
         return deleted, self.delete_grace_seconds
 
     async def _prune(
-        self, run: str | None, policy: Policy, grace: float, orphan_age: float, *, dry_run: bool
+        self,
+        run: str | None,
+        policy: Policy,
+        grace: float,
+        orphan_age: float,
+        *,
+        dry_run: bool,
+        refused: list[errors.StoreError] | None = None,
     ) -> tuple[list[Verdict], Swept]:
+        """`refused` gets what kept single checkpoints from going."""
         surveyed = await self._run(survey, self.sweeper.store, self.ledger, run, self._busy_now(), self.known)
         verdicts = decide([candidate for _, candidate in surveyed], policy, time.time_ns() // 1000)
         entries = {entry.id: entry for entry, _ in surveyed}
@@ -215,7 +227,8 @@ class Upkeep:
         # What is due goes first: where the disk is full, even a tombstone needs room.
         swept = await self._sweep(run, grace, orphan_age, dry_run=dry_run)
         if doomed and not dry_run:
-            verdicts = [verdict if verdict.keep else await self._carry_out(entries[verdict.id], verdict) for verdict in verdicts]
+            refused = [] if refused is None else refused
+            verdicts = [one if one.keep else await self._carry_out(entries[one.id], one, refused) for one in verdicts]
             swept = swept.then(await self._sweep(run, grace, orphan_age, dry_run=dry_run))
         gone = [verdict for verdict in verdicts if not verdict.keep]
         if (gone or swept.files) and not dry_run:
@@ -225,7 +238,7 @@ class Upkeep:
                 self._look_again(touched, min(grace + 1.0, SWEEP_SECONDS))
         return verdicts, swept
 
-    async def _carry_out(self, entry: Entry, verdict: Verdict) -> Verdict:
+    async def _carry_out(self, entry: Entry, verdict: Verdict, refused: list[errors.StoreError]) -> Verdict:
         """Deletes one checkpoint, unless it is in use by now, or is not what was decided about any more."""
         busy = self._busy_now()(entry)
         if not busy:
@@ -235,6 +248,7 @@ class Upkeep:
                 self.node.forget(entry.id, durable_only=True)
             except (errors.NotFound, errors.WrongPhase, errors.Corrupt, errors.StoreError) as exc:
                 busy = str(exc)  # the others can go all the same
+                refused.extend([exc] if isinstance(exc, errors.StoreError) else [])
             finally:
                 self._let_go(entry.id)
         return verdict if not busy else Verdict(id=verdict.id, keep=True, reason=f"kept: {busy}", stored_bytes=verdict.stored_bytes)

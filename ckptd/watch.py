@@ -21,6 +21,7 @@ from ckptd.jointflush import Duty
 from ckptd.node import Node
 from ckptd.peers import Peers
 from ckptd.ring import LOST_SECONDS, TAKEOVER_SECONDS, Judgement, View, judge, participants
+from ckptd.sighting import FORGETFUL
 from ckptd.v1.daemon_pb2 import Checkpoint
 from ckptd.v1.peer_pb2 import TellRequest, WatchReply, WatchRequest
 
@@ -241,7 +242,7 @@ class Watch:
             ranks = ", ".join(str(receipt.rank) for receipt in receipts)
             what = f"the shards of ranks {ranks} were" if len(receipts) > 1 else f"the shard of rank {ranks} was"
             there = nodes[node] in self.peers.known and not self.peers.gone_seconds(nodes[node])
-            since = "which is there again without its memory" if there else f"which has not been reached for {found.missing_seconds:.0f} s"
+            since = f"which is there again {FORGETFUL}" if there else f"which has not been reached for {found.missing_seconds:.0f} s"
             said.append(f"{what} held by node {node} at {nodes[node]} alone, {since}")
         return "; ".join(said)
 

@@ -50,6 +50,23 @@ def test_a_commit_that_is_at_its_last_put_does_not_undo_a_deletion_on_another_no
         assert_stock_reads(store.path, ID, 2, 2)
 
 
+def test_a_deletion_of_what_memory_alone_has_says_so_if_a_node_that_holds_it_does_not_hear(tmp_path: Path) -> None:
+    """It is on its way to no store, so nobody would find a note there."""
+    with Troubled(tmp_path).hosts(2) as hosts:
+        there, away = hosts
+        save(addresses(hosts), ID, 1, durable=False)
+        away.kill()
+        for _ in range(2):
+            done = there.daemon.cli("delete", ID)
+            assert (done.returncode, "delete it again" in done.stderr) == (3, True), done
+            assert listed(there, ID) == ""
+        away.start()
+        until("it can be told", lambda: there.daemon.cli("delete", ID).returncode == 0)
+        assert [listed(host, ID) for host in hosts] == ["", ""]
+        there.restart()  # which remembers nothing of it
+        assert [listed(host, ID) for host in hosts] == ["", ""]
+
+
 def test_a_save_of_several_nodes_that_is_accepted_while_a_deletion_waits_for_the_store_stays(tmp_path: Path) -> None:
     store = Troubled(tmp_path)
     with store.hosts(2) as hosts:

@@ -16,7 +16,7 @@ import joint
 from ckptd_client import CkptdError, DaemonStorageReader, NotFound, Unavailable, WrongPhase, introduce, wait
 from client.states import assert_equal, blank
 from daemons import FAULTY
-from hosts import Host, Hosts, until
+from hosts import Host, Hosts, Troubled, until
 from s3 import S3Server
 
 #: Ranks of a save, and what each of them saves: about 6 MiB.
@@ -153,6 +153,21 @@ def test_a_checkpoint_whose_part_is_gone_is_passed_over_and_says_what_is_missing
         hosts[1].start()
         until("both parts are held again", lambda: "no memory" not in hosts[2].daemon.list()["run/step-2"].get("reason", ""))
         assert load(hosts[2], "run/latest", world=2) == 2
+
+
+@pytest.mark.filterwarnings("ignore:ckptd. checkpoint:UserWarning")
+def test_an_older_save_of_an_id_that_is_loaded_while_the_store_is_away_is_called_so(tmp_path: Path) -> None:
+    store = Troubled(tmp_path)
+    with store.hosts(2, memory=MEMORY) as hosts:
+        store.works()
+        save(hosts[0], "run/step-1", 1)
+        wait("run/step-1", address=hosts[0].address, timeout=60)
+        store.raises("EIO")
+        joint.save([hosts[0].address, hosts[1].address], "run/step-1", 2, NUMEL, overwrite=True)
+        hosts[1].kill()
+        store.tell(list_raises="EIO", **{"raise": "EIO"})
+        with pytest.warns(UserWarning, match="an older save of run/step-1 is loaded, .* was accepted later: .* rank 1 "):
+            assert load(hosts[0], "run/step-1") == 1
 
 
 def test_a_part_that_is_in_the_store_stands_in_for_a_node_that_is_gone(tmp_path: Path) -> None:

@@ -25,6 +25,13 @@ from ckptd_client.channel import connect
 from ckptd_client.stream import LoadStream
 from daemons import FAULTY, DaemonProcess
 
+#: `program` of a daemon whose deletions have no patience with the store.
+HASTY = (
+    "-c",
+    "import runpy, sys, ckptd.deletion as d; d.LOOK_SECONDS = 0.5; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')",
+    *FAULTY,
+)
+
 
 def save(daemon: DaemonProcess, name: str, value: float = 1.0, *, durable: bool = True, nbytes: int = 4000, **options: Any) -> None:
     writer = DaemonStorageWriter(address=daemon.address, **options)
@@ -338,6 +345,41 @@ def test_what_has_failed_and_is_not_in_memory_any_more_is_told_to_who_loads_unti
         assert deleted.returncode == 0, deleted
         assert load(daemon, "run/latest") == 1.0
         assert "run/step-2" not in daemon.list()
+
+
+def test_a_deletion_that_waits_too_long_for_the_store_deletes_nothing_and_says_so(tmp_path: Path) -> None:
+    control, listed = tmp_path / "control", tmp_path / "listed"
+    control.write_text("{}")
+    with DaemonProcess(f"faulty://{tmp_path}/store", program=HASTY, env={"FAULTY_CONTROL": str(control)}) as daemon:
+        save(daemon, "step-1")
+        assert daemon.cli("prune", "--keep-last", "5").returncode == 0  # what follows a save by itself is over by then
+        control.write_text(json.dumps({"list_hangs": True, "list_log": str(listed)}))
+        command = [sys.executable, "-m", "ckptd", "delete", "step-1", "--address", daemon.address]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as deleting:
+            try:
+                until(listed.exists, daemon)
+                time.sleep(1.0)
+            finally:
+                control.write_text("{}")
+            _, said = deleting.communicate(timeout=60)
+        assert (deleting.returncode, "was not deleted" in said) == (3, True), said
+        assert sorted(daemon.list()) == ["step-1"]
+
+
+@pytest.mark.filterwarnings("ignore:ckptd. old checkpoints of run")
+def test_a_policy_that_may_delete_nothing_says_so_and_goes_on_when_it_may(tmp_path: Path) -> None:
+    control = tmp_path / "control"
+    control.write_text("{}")
+    arguments = ("--keep-last", "1")
+    with DaemonProcess(f"faulty://{tmp_path}/store", *arguments, program=FAULTY, env={"FAULTY_CONTROL": str(control)}) as daemon:
+        save(daemon, "step-1")
+        control.write_text('{"raise": "EACCES", "only": "step-1/"}')
+        save(daemon, "step-2")
+        until(lambda: "Permission denied" in status(daemon)["warning"], daemon)
+        assert sorted(daemon.list()) == ["step-1", "step-2"]
+        control.write_text("{}")
+        until(lambda: sorted(daemon.list()) == ["step-2"], daemon)  # though nothing else is saved
+        until(lambda: not status(daemon)["warning"], daemon)
 
 
 def test_one_checkpoint_that_cannot_be_deleted_keeps_no_other(tmp_path: Path) -> None:

@@ -98,14 +98,41 @@ def test_who_loads_an_older_one_hears_of_a_newer_that_is_cut_off_and_not_of_one_
 
 def test_of_a_save_that_not_all_have_accepted_nobody_hears() -> None:
     """It is on its way, or its trainer has heard that it failed."""
+    (adopted,) = says("shard-b")
+    adopted.adopted = True
+    assert not not_reached(merged([], {B: [adopted]}), "0")
+    (told,) = not_reached(
+        merged([], {B: [adopted]}), "0", [A]
+    )  # its coordinator may have told the trainer, and was gone before it told anybody else
+    assert "was begun later, and may have been accepted" in told
     (adopted,) = says("shard-a")
     adopted.adopted = True
-    assert not not_reached(merged([], {A: [adopted]}), "0")
     assert not_reached(merged([], {A: [adopted], B: says("shard-b")}), "0")  # the other one knows that it was accepted
     own = Attempt(record(), CheckpointId("run", "step-1"), Checkpoint.LOST, held={"shard-a"}, confirmed=False)
     assert not not_reached(merged([own], {}), "0")
     own.confirmed = True
     assert not_reached(merged([own], {}), "0")
+
+
+def test_the_newest_few_that_cannot_be_read_are_named() -> None:
+    seen: dict[str, Sighting] = {}
+    for step in range(1, 6):
+        of = record(name=f"run/step-{step}")
+        of.summary.attempt = mint_attempt(1_000_000 + step, None)
+        seen |= merged([], {A: says("shard-a", "pickle", of=of)})
+    told = not_reached(seen, "0")
+    assert [text.split()[3] for text in told[:3]] == ["run/step-5", "run/step-4", "run/step-3"]
+    assert told[3:] == ["and so were 2 more"]
+
+
+def test_what_another_node_says_of_a_node_that_is_missed_is_said_once() -> None:
+    (of_b,) = says("shard-a", "pickle")
+    of_b.reason = "the shard of rank 1 was held by node b at b:1 alone, which is there again without its memory"
+    found = merged([], {A: [of_b]})[ATTEMPT]
+    assert found.line().reason == f"the daemon at {A} says: {of_b.reason}"
+    assert "start the daemon" not in not_reached({ATTEMPT: found}, "0")[0]  # that would not bring it back
+    of_b.reason = "not durable yet"
+    assert "what rank 1 saved is in no memory that can be reached: node b" in merged([], {A: [of_b]})[ATTEMPT].line().reason
 
 
 def test_without_its_record_nobody_knows_what_it_consists_of() -> None:
