@@ -75,9 +75,11 @@ class Deletion:
             raise errors.WrongPhase(f"{checkpoint} is pinned: `ckptd unpin {checkpoint}` first")
         attempts = self.node.catalog.attempts
         held = [name for name in meant if (one := attempts.get(name)) is not None and (one.restorable or one.state not in OVER)]
-        pending, known = await self._elsewhere(checkpoint)
+        pending, known, seen = await self._elsewhere(checkpoint)
         if time.monotonic() - began > LOOK_SECONDS:  # who asked may have saved that id anew since, on other nodes
-            raise errors.Unavailable(f"{checkpoint} was not deleted: the store {self.ledger.url} took too long to answer; try again")
+            raise errors.Unavailable(
+                f"{checkpoint} was not deleted: the store {self.ledger.url}, or a node, took too long to answer; try again"
+            )
         if checkpoint in self.restore.reading():
             raise errors.WrongPhase(f"{checkpoint} cannot be deleted now: a load reads it; try again when that has ended")
         owed = self._owed.get(checkpoint, {})
@@ -86,6 +88,8 @@ class Deletion:
                 f"no checkpoint {checkpoint} in the store or in memory; `ckptd list` shows what is there, and what is "
                 "incomplete there goes with `ckptd prune`, after --orphan-age"
             )
+        found = {entry.attempt or ""} if entry is not None else set()  # a stock one names none
+        meant |= (found | owed.keys() | seen) - (self._names(checkpoint) - meant)  # but not what this node has accepted meanwhile
         self.node.backlog.held.add(checkpoint)
         try:
             self.node.backlog.stop_of(checkpoint)
@@ -100,7 +104,7 @@ class Deletion:
 
     async def _delete(self, checkpoint: CheckpointId, pending: dict[str, Joint], known: set[str], meant: set[str]) -> Deleted:
         entry = await self._find(checkpoint)  # what was on its way may have arrived
-        if entry is not None and entry.attempt in self._names(checkpoint) - meant:  # it is durable already, by another node
+        if entry is not None and (entry.attempt or "") not in meant:  # saved anew while this waited
             entry = None
         deleted = Deleted(checkpoint, 0, 0) if entry is None else await self._run(self.sweeper.delete, entry)
         if entry is not None and entry.attempt is not None and self.node.address:
@@ -120,7 +124,7 @@ class Deletion:
             how = "and what it holds is not on its way to the store" if noted else f"and the store {self.ledger.url} takes no note of it"
             raise errors.Unavailable(
                 f"{checkpoint} is deleted here; a node that holds it did not hear of it, {how}: "
-                "delete it again once that node answers, else it may come back with it"
+                "delete it again, here, once that node answers, else it may come back with it; if that node is gone for good, all is done"
             )
         for name in pending:
             await self._run(self._forget_parts, checkpoint, name)
@@ -133,13 +137,14 @@ class Deletion:
             log.warning("%s is deleted; a node that holds attempt %s of it did not hear of it yet", checkpoint, ", ".join(unheard))
         return deleted
 
-    async def _elsewhere(self, checkpoint: CheckpointId) -> tuple[dict[str, Joint], set[str]]:
-        """Saves of that id that other nodes hold, by attempt; and attempts that may come back.
+    async def _elsewhere(self, checkpoint: CheckpointId) -> tuple[dict[str, Joint], set[str], set[str]]:
+        """Saves of that id that other nodes hold, by attempt; attempts that may come back; and all that anybody knows of.
 
-        These are the same, and of what is over the newest that each other node took part in: if it is away, it may not know.
+        Those that may come back are the same, and of what is over the newest that each other node took part in: it may be
+        away, and not know.
         """
         if not self.restore.peers.known and not any(one.id == checkpoint and one.joint for one in self.node.catalog.attempts.values()):
-            return {}, set()
+            return {}, set(), set()
         seen = await self.restore.whereabouts.survey(checkpoint, every=True)
         others = {name: one for name, one in seen.items() if one.state not in OVER and (one.own is None or one.own.joint)}
         newest = {
@@ -154,7 +159,7 @@ class Deletion:
             for name, one in others.items()
             if one.record is not None
         }
-        return held, {*others, *newest.values()}
+        return held, {*others, *newest.values()}, {*seen}
 
     async def _tell(self, records: Iterable[Record]) -> list[str]:
         """The attempts of which some node did not hear that they were deleted."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 PATIENCE_SECONDS = 3.0
 #: So often the log has the same of what cannot be read.
 LOG_AGAIN_SECONDS = 60.0
+_SECONDS = re.compile(r"\d+ s\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ class Restore:
         self._logged = {text: at for text, at in self._logged.items() if now - at < LOG_AGAIN_SECONDS}
         for why in (*line.not_reached, *silent):
             text = f"{line.summary.id} is the newest that can be read: {why}"
-            if self._logged.setdefault(text, now) == now:  # every rank asks
+            if self._logged.setdefault(_SECONDS.sub("", text), now) == now:  # every rank asks
                 log.warning("%s", text)
         return line
 
@@ -247,8 +249,9 @@ class Restore:
 
     def _given_up(self, seen: Sighting) -> bool:
         """Whether nobody waits for its missing parts any more."""
-        away = [self.peers.gone_seconds(receipt.address) > LOST_SECONDS for receipt in seen.missing]
-        return seen.ended or (seen.state == Checkpoint.FAILED and all(away))
+        # Who answers, and does not hold what it held, will not hold it later.
+        waited_for = [one for one in seen.missing if 0 < self.peers.gone_seconds(one.address) <= LOST_SECONDS]
+        return seen.ended or (seen.state == Checkpoint.FAILED and not waited_for)
 
     def _distrust(self, seen: Sighting) -> str:
         """Why nodes that hold what is missing cannot be reached, if TLS is the reason: to be added to what is said of them."""

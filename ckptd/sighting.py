@@ -138,8 +138,11 @@ def not_reached(seen: Mapping[str, Sighting], name: str, away: Collection[str] =
             one.accepted or one.record.metadata.address in away
         ):  # else it is being saved just now, or its trainer has heard that it failed
             how = "was accepted later" if one.accepted else "was begun later, and may have been accepted"
-            told.append(f"a save of {one.summary.id} {how}: {why}{'' if FORGETFUL in why else _HINT}")
-    more = [f"and so were {len(told) - MOST_TOLD} more"] if len(told) > MOST_TOLD else []
+            startable = FORGETFUL not in why and any(receipt.address in away for receipt in one.missing)
+            told.append(f"a save of {one.summary.id} {how}: {why}{_HINT if startable else ''}")
+    more = (
+        [f"{len(told) - MOST_TOLD} more that were, or may have been, accepted later cannot be read either"] if len(told) > MOST_TOLD else []
+    )
     return [*told[:MOST_TOLD], *more]
 
 

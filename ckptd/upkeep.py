@@ -225,7 +225,12 @@ class Upkeep:
         entries = {entry.id: entry for entry, _ in surveyed}
         doomed = [verdict for verdict in verdicts if not verdict.keep]
         # What is due goes first: where the disk is full, even a tombstone needs room.
-        swept = await self._sweep(run, grace, orphan_age, dry_run=dry_run)
+        try:
+            swept = await self._sweep(run, grace, orphan_age, dry_run=dry_run)
+        except errors.StoreError:
+            if not doomed or dry_run:
+                raise
+            swept = Swept()  # the sweep below says it, after all that can go has gone
         if doomed and not dry_run:
             refused = [] if refused is None else refused
             verdicts = [one if one.keep else await self._carry_out(entries[one.id], one, refused) for one in verdicts]

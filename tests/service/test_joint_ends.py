@@ -11,9 +11,10 @@ from typing import Any
 
 import grpc
 import pytest
+from torch.distributed.checkpoint import CheckpointException
 
 from ckptd.codec import block_hash
-from ckptd.errors import CkptdError
+from ckptd.errors import CkptdError, NotFound
 from ckptd.model import mint_token
 from ckptd.v1.daemon_pb2 import Checkpoint
 from ckptd.v1.peer_pb2 import (
@@ -51,6 +52,25 @@ def test_what_cannot_become_durable_on_one_node_fails_on_all(tmp_path: Path) -> 
         for host, reason in zip(hosts, ("another node says: .*Permission denied", "Permission denied"), strict=True):
             with pytest.raises(CkptdError, match=f"could not be made durable: .*{reason}"):
                 wait(ID, address=host.address, timeout=60)
+
+
+def test_nobody_waits_for_what_has_failed_and_is_gone_with_the_memory_of_a_node_that_is_back(tmp_path: Path) -> None:
+    store = Troubled(tmp_path)
+    with store.hosts(2) as hosts:
+        store.raises("EACCES")
+        save(addresses(hosts), ID, 1)
+        for host in hosts:
+            until("it has failed", lambda host=host: listed(host, ID) == "failed")  # type: ignore[misc]
+        hosts[1].lose(wipe=True)
+        store.works(on=hosts[1])  # else it does not start
+        hosts[1].start()
+
+        def finds_nothing() -> bool:
+            with pytest.raises(CheckpointException) as failed:
+                load(hosts[0].address, "run/latest", 2)
+            return any(isinstance(error, NotFound) for error, _ in failed.value.failures.values())
+
+        until("a job may start from nothing", finds_nothing)
 
 
 @pytest.mark.slow
