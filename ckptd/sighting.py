@@ -134,16 +134,14 @@ def not_reached(seen: Mapping[str, Sighting], name: str, away: Collection[str] =
         why = one.line().reason
         if one.own is not None and not one.own.joint:
             told.append(f"a save of {one.summary.id} was accepted later, and memory does not hold it any more: {why}")
-        elif (
-            one.accepted or one.record.metadata.address in away
-        ):  # else it is being saved just now, or its trainer has heard that it failed
+        elif one.accepted or one.record.metadata.address in away:
+            # Else it is being saved just now, or its trainer has heard that it failed.
             how = "was accepted later" if one.accepted else "was begun later, and may have been accepted"
             startable = FORGETFUL not in why and any(receipt.address in away for receipt in one.missing)
             told.append(f"a save of {one.summary.id} {how}: {why}{_HINT if startable else ''}")
-    more = (
-        [f"{len(told) - MOST_TOLD} more that were, or may have been, accepted later cannot be read either"] if len(told) > MOST_TOLD else []
-    )
-    return [*told[:MOST_TOLD], *more]
+    if len(told) > MOST_TOLD:
+        told[MOST_TOLD:] = [f"{len(told) - MOST_TOLD} more that were, or may have been, accepted later cannot be read either"]
+    return told
 
 
 def _why(missing: Collection[Receipt]) -> list[str]:

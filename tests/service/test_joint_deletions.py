@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,28 @@ def test_a_save_of_several_nodes_that_is_accepted_while_a_deletion_waits_for_the
         assert [load(host.address, ID, 2) for host in hosts] == [2, 2]
         assert deletes.daemon.cli("delete", ID).returncode == 0
         assert [listed(host, ID) for host in hosts] == ["", ""]
+
+
+def test_a_deletion_that_waits_for_an_upload_of_its_node_takes_nothing_that_another_has_made_durable_meanwhile(tmp_path: Path) -> None:
+    store = Troubled(tmp_path)
+    with store.hosts(2) as hosts:
+        deletes, other = hosts
+        store.works()
+        store.tell(on=deletes, hold_after=0)
+        save([deletes.address], ID, 1)
+        until("it is uploaded", lambda: store.has_held(f"{ID}/*", on=deletes))
+        listed_there = tmp_path / "listed"
+        store.tell(on=deletes, hold_after=0, list_log=str(listed_there))
+        with subprocess.Popen([sys.executable, "-m", "ckptd", "delete", ID, "--address", deletes.address]) as deleting:
+            try:
+                until("it looks what is there", lambda: listed_there.exists() and ID in listed_there.read_text())
+                time.sleep(1.0)  # and has seen it
+                save([other.address], ID, 2, overwrite=True)
+                wait(ID, address=other.address, timeout=60)
+            finally:
+                store.works()
+            assert deleting.wait(60) == 0
+        assert_stock_reads(store.path, ID, 2, 1)
 
 
 def test_a_deletion_that_neither_all_nodes_nor_the_store_hear_of_says_so_and_once_repeated_it_lasts(tmp_path: Path) -> None:

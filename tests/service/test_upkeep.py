@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,20 @@ def until(condition: Callable[[], bool], daemon: DaemonProcess) -> None:
     while not condition():
         assert time.monotonic() < deadline, daemon.log.read_text()[-3000:]
         time.sleep(0.05)
+
+
+@contextmanager
+def hanging(tmp_path: Path, program: tuple[str, ...] = FAULTY) -> Iterator[tuple[DaemonProcess, Path, Path]]:
+    """A daemon that has made step-1 durable and has nothing to do, `control` and `listed`: who lists now waits until control says {},
+    and is noted in `listed`.
+    """
+    control, listed = tmp_path / "control", tmp_path / "listed"
+    control.write_text("{}")
+    with DaemonProcess(f"faulty://{tmp_path}/store", program=program, env={"FAULTY_CONTROL": str(control)}) as daemon:
+        save(daemon, "step-1")
+        assert daemon.cli("prune", "--keep-last", "5").returncode == 0  # what follows a save by itself is over by then
+        control.write_text(json.dumps({"list_hangs": True, "list_log": str(listed)}))
+        yield daemon, control, listed
 
 
 def data_files(store: Path, name: str) -> list[str]:
@@ -266,30 +281,23 @@ def test_a_deletion_that_fails_keeps_the_newer_save_that_is_on_its_way(held: tup
 
 
 def test_a_deletion_that_is_given_up_before_its_turn_takes_nothing(tmp_path: Path) -> None:
-    control, listed = tmp_path / "control", tmp_path / "listed"
-    control.write_text("{}")
-    with DaemonProcess(f"faulty://{tmp_path}/store", program=FAULTY, env={"FAULTY_CONTROL": str(control)}) as daemon:
-        save(daemon, "step-1")
-        control.write_text(json.dumps({"list_hangs": True, "list_log": str(listed)}))
+    with hanging(tmp_path) as (daemon, control, listed):
         command = [sys.executable, "-m", "ckptd", "prune", "--keep-last", "5", "--address", daemon.address]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as pruning, grpc.insecure_channel(daemon.address) as channel:
-            until(listed.exists, daemon)
-            with pytest.raises(grpc.RpcError) as given_up:
-                DaemonStub(channel).Delete(daemon_pb2.DeleteRequest(id="step-1"), timeout=0.5)  # type: ignore[no-untyped-call]
-            assert given_up.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            control.write_text("{}")
+            try:
+                until(listed.exists, daemon)
+                with pytest.raises(grpc.RpcError) as given_up:
+                    DaemonStub(channel).Delete(daemon_pb2.DeleteRequest(id="step-1"), timeout=0.5)  # type: ignore[no-untyped-call]
+                assert given_up.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            finally:
+                control.write_text("{}")  # else the command would wait for ever
             assert pruning.wait(60) == 0
         assert daemon.cli("prune", "--keep-last", "5").returncode == 0  # what was asked for before comes before it
         assert sorted(daemon.list()) == ["step-1"]
 
 
 def test_a_deletion_that_has_begun_is_done_to_its_end_though_its_caller_goes(tmp_path: Path) -> None:
-    control, listed = tmp_path / "control", tmp_path / "listed"
-    control.write_text("{}")
-    with DaemonProcess(f"faulty://{tmp_path}/store", program=FAULTY, env={"FAULTY_CONTROL": str(control)}) as daemon:
-        save(daemon, "step-1")
-        assert daemon.cli("prune", "--keep-last", "5").returncode == 0  # what follows a save by itself is over by then
-        control.write_text(json.dumps({"list_hangs": True, "list_log": str(listed)}))
+    with hanging(tmp_path) as (daemon, control, listed):
         with grpc.insecure_channel(daemon.address) as channel:
             call = DaemonStub(channel).Delete.future(daemon_pb2.DeleteRequest(id="step-1"))  # type: ignore[no-untyped-call]
             until(listed.exists, daemon)
@@ -302,12 +310,7 @@ def test_a_deletion_that_has_begun_is_done_to_its_end_though_its_caller_goes(tmp
 
 
 def test_what_is_accepted_while_a_deletion_of_its_id_waits_for_the_store_stays(tmp_path: Path) -> None:
-    control, listed = tmp_path / "control", tmp_path / "listed"
-    control.write_text("{}")
-    with DaemonProcess(f"faulty://{tmp_path}/store", program=FAULTY, env={"FAULTY_CONTROL": str(control)}) as daemon:
-        save(daemon, "step-1", 1.0)
-        assert daemon.cli("prune", "--keep-last", "5").returncode == 0  # what follows a save by itself is over by then
-        control.write_text(json.dumps({"list_hangs": True, "list_log": str(listed)}))
+    with hanging(tmp_path) as (daemon, control, listed):
         with subprocess.Popen([sys.executable, "-m", "ckptd", "delete", "step-1", "--address", daemon.address]) as deleting:
             try:
                 until(listed.exists, daemon)
@@ -348,12 +351,7 @@ def test_what_has_failed_and_is_not_in_memory_any_more_is_told_to_who_loads_unti
 
 
 def test_a_deletion_that_waits_too_long_for_the_store_deletes_nothing_and_says_so(tmp_path: Path) -> None:
-    control, listed = tmp_path / "control", tmp_path / "listed"
-    control.write_text("{}")
-    with DaemonProcess(f"faulty://{tmp_path}/store", program=HASTY, env={"FAULTY_CONTROL": str(control)}) as daemon:
-        save(daemon, "step-1")
-        assert daemon.cli("prune", "--keep-last", "5").returncode == 0  # what follows a save by itself is over by then
-        control.write_text(json.dumps({"list_hangs": True, "list_log": str(listed)}))
+    with hanging(tmp_path, HASTY) as (daemon, control, listed):
         command = [sys.executable, "-m", "ckptd", "delete", "step-1", "--address", daemon.address]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as deleting:
             try:
