@@ -4,7 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Files of tests that run at the same time. A worker that crashes ends the run, which would wait for it for ever otherwise.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --max-worker-restart 0 --dist loadfile --durations 25
+# Second chances of a test that fails. None, so that whoever works on the project sees each failure; .ci/run gives one.
+RERUNS ?= 0
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --reruns $(RERUNS) --max-worker-restart 0 --dist loadfile --durations 25
 READY := $(VENV)/.ready
 
 .PHONY: demo test slow lint protos bench venv clean
