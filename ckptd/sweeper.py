@@ -135,9 +135,9 @@ class Sweeper:
             if dry_run:
                 _count(swept, directory, found, condemned_go=delete_grace_seconds <= 0)
                 continue
-            if not found.empty and now is None:
-                now = min(clock, self._store_time(directory.id))
             try:
+                if not found.empty and now is None:
+                    now = min(clock, self._store_time(directory.id))
                 self._sweep_one(directory, swept, delete_grace_seconds, orphan_age_seconds, clock if now is None else now)
             except StoreError as exc:  # what cannot be deleted here keeps nothing else from going
                 refused.append(exc)

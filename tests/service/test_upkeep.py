@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +350,41 @@ def test_what_has_failed_and_is_not_in_memory_any_more_is_told_to_who_loads_unti
         assert "run/step-2" not in daemon.list()
 
 
+@pytest.mark.filterwarnings("ignore:ckptd. checkpoint run/step-. could not be made durable:UserWarning")
+def test_who_loads_one_by_its_id_and_may_go_back_is_told_of_later_saves_of_it_and_of_those_that_are_passed_over(tmp_path: Path) -> None:
+    control = tmp_path / "control"
+    with DaemonProcess(f"faulty://{tmp_path}/store", program=FAULTY, env={"FAULTY_CONTROL": str(control)}, memory="20MiB") as daemon:
+
+        def lose(name: str) -> None:
+            """A save that fails and whose memory the next large one needs."""
+            control.write_text('{"raise": "EACCES", "only": "run/"}')
+            save(daemon, name, 9.0, durable=False, nbytes=8_000_000, overwrite=True)
+            until(lambda: f"{name} cannot be made durable" in daemon.log.read_text(), daemon)
+            control.write_text("{}")
+
+        def finds(value: float, *told: str) -> None:
+            """A load of run/step-3 does, and is told this and nothing else."""
+            with ExitStack() as warned:
+                for text in told:
+                    warned.enter_context(pytest.warns(UserWarning, match=text))
+                assert load(daemon, "run/step-3", fallback=True) == value
+
+        save(daemon, "run/step-1", 1.0)
+        lose("run/step-2")
+        save(daemon, "run/step-3", 3.0)
+        lose("run/step-3")
+        lose("run/step-4")
+        save(daemon, "other/step-1", nbytes=8_000_000)
+        later = "a save of run/step-3 was accepted later, and memory does not hold it any more: .*Permission denied"
+        finds(3.0, f"an older save of run/step-3 is loaded, .*{later}")
+        assert "reading run/step-3 back" not in daemon.log.read_text()  # memory holds it
+        save(daemon, "other/step-2", nbytes=8_000_000)
+        (manifest,) = (tmp_path / "store" / "run/step-3/.ckptd").glob("*.manifest")
+        manifest.write_bytes(manifest.read_bytes()[:-1])
+        passed_over = "a save of run/step-2 was accepted later, and memory does not hold it any more: .*Permission denied"
+        finds(1.0, *(f"run/step-1 is loaded {text}" for text in ("instead of run/step-3", f"as .*{later}", f"as .*{passed_over}")))
+
+
 def test_a_deletion_that_waits_too_long_for_the_store_deletes_nothing_and_says_so(tmp_path: Path) -> None:
     with hanging(tmp_path, HASTY) as (daemon, control, listed):
         command = [sys.executable, "-m", "ckptd", "delete", "step-1", "--address", daemon.address]
@@ -392,6 +427,34 @@ def test_one_checkpoint_that_cannot_be_deleted_keeps_no_other(tmp_path: Path) ->
         assert {one["id"]: one["kept"] for one in pruned["verdicts"]} == {"step-1": True, "step-2": False, "step-3": True}
         assert "Permission denied" in next(one["reason"] for one in pruned["verdicts"] if one["id"] == "step-1")
         assert sorted(daemon.list()) == ["step-1", "step-3"]
+
+
+def test_what_is_left_of_old_saves_and_cannot_be_deleted_keeps_no_policy_from_its_work(tmp_path: Path) -> None:
+    control = tmp_path / "control"
+    control.write_text("{}")
+    environment = {"FAULTY_CONTROL": str(control)}
+    with DaemonProcess(f"faulty://{tmp_path}/store", program=FAULTY, env=environment) as daemon:
+        save(daemon, "step-1")
+        save(daemon, "step-2")
+        save(daemon, "step-2", 2.0, overwrite=True)
+        control.write_text('{"raise": "EACCES", "only": "step-2/"}')
+        with grpc.insecure_channel(daemon.address) as channel, pytest.raises(grpc.RpcError, match="Permission denied"):
+            list(DaemonStub(channel).Prune(daemon_pb2.PruneRequest(keep_last=1, delete_grace_seconds=0.0)))  # type: ignore[no-untyped-call]
+        assert not (tmp_path / "store" / "step-1" / ".metadata").exists()
+
+
+def test_what_is_left_in_a_directory_that_takes_no_writes_keeps_nothing_else_from_going(tmp_path: Path) -> None:
+    control = tmp_path / "control"
+    control.write_text("{}")
+    with DaemonProcess(f"faulty://{tmp_path}/store", program=FAULTY, env={"FAULTY_CONTROL": str(control)}) as daemon:
+        for name in ("step-1", "step-2"):  # in the order in which they are swept
+            save(daemon, name)
+            save(daemon, name, 2.0, overwrite=True)
+        control.write_text('{"raise": "EACCES", "only": "step-1/"}')
+        refused = daemon.cli("prune", "--delete-grace", "0s")
+        assert (refused.returncode, "Permission denied" in refused.stderr) == (3, True), refused
+        kept = {name: len(list((tmp_path / "store" / name).glob("*.distcp"))) for name in ("step-1", "step-2")}
+        assert kept == {"step-1": 2, "step-2": 1}
 
 
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")
