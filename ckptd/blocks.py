@@ -200,9 +200,9 @@ def plain_block(codec: Codec, stored: memoryview, block: StoredBlock, key: str) 
     try:
         plain = codec.decode(stored, block.nbytes)
     except errors.Corrupt as exc:
-        raise errors.Corrupt(f"{where} is damaged: {exc}; load another checkpoint") from exc
+        raise errors.Corrupt(f"{where} is damaged: {exc}; load another checkpoint, as fallback=True does") from exc
     if len(plain) != block.nbytes or block_hash(plain) != block.digest:
-        raise errors.Corrupt(f"{where} is damaged: its checksum does not match; load another checkpoint")
+        raise errors.Corrupt(f"{where} is damaged: its checksum does not match; load another checkpoint, as fallback=True does")
     return plain
 
 

@@ -85,8 +85,8 @@ class Deletion:
         owed = self._owed.get(checkpoint, {})
         if entry is None and not held and not pending and not owed:
             raise errors.NotFound(
-                f"no checkpoint {checkpoint} in the store or in memory; `ckptd list` shows what is there, and what is "
-                "incomplete there goes with `ckptd prune`, after --orphan-age"
+                f"no checkpoint {checkpoint} in the store or in memory; `ckptd list` shows what is there, and "
+                "`ckptd prune` removes what it calls incomplete, after --orphan-age"
             )
         found = {entry.attempt or ""} if entry is not None else set()  # a stock one names none
         meant |= (found | owed.keys() | seen) - (self._names(checkpoint) - meant)  # but not what this node has accepted meanwhile

@@ -181,7 +181,7 @@ class Indexes:
             wrong = [text for number, text in blockcheck.misplaced(checkpoint, found, sizes).items() if number not in here]
             if wrong:
                 await self.same(checkpoint, name)  # what was deleted or replaced meanwhile is no damage
-                raise errors.Corrupt(f"{'; '.join(wrong[:3])}; load another checkpoint")
+                raise errors.Corrupt(f"{'; '.join(wrong[:3])}; load another checkpoint, as fallback=True does")
         return await self._placed([pickle, *(shard.table.SerializeToString() for shard in found.shards)])
 
     async def _make_held(self, checkpoint: CheckpointId, seen: Sighting) -> Index:

@@ -76,4 +76,4 @@ def _naming(what: str) -> Iterator[None]:
     try:
         yield
     except Corrupt as exc:
-        raise Corrupt(f"{what} is damaged: {exc}; load another checkpoint") from exc
+        raise Corrupt(f"{what} is damaged: {exc}; load another checkpoint, as fallback=True does") from exc

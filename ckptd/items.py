@@ -115,7 +115,7 @@ def named(key: str, item: Item, offset: int, length: int) -> str:
 
 def damaged(name: str, exc: Corrupt) -> Corrupt:
     """Says what is wrong with the item of that name."""
-    return Corrupt(f"{name} is damaged: {exc}; load another checkpoint")
+    return Corrupt(f"{name} is damaged: {exc}; load another checkpoint, as fallback=True does")
 
 
 class Window:

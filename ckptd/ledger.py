@@ -124,7 +124,7 @@ class Ledger:
             now = save_id(data)
             if now is not None and now != entry.save_id and not entry.damaged:
                 raise NotFound(f"{entry.id} was saved again while it was read: resolve it again and retry")
-            raise Corrupt(f"{key} is damaged: it does not match the checkpoint's manifest; load another checkpoint")
+            raise Corrupt(f"{key} is damaged: it does not match the checkpoint's manifest; load another checkpoint, as fallback=True does")
         return data[: manifest.metadata_head] + b"."
 
     def pin(self, id: CheckpointId) -> None:
@@ -289,7 +289,7 @@ class Ledger:
 
     def _summary_or_damage(self, entry: Entry) -> Summary | Corrupt:
         if entry.damaged:
-            return Corrupt(f"{entry.metadata.key} is damaged; load another checkpoint")
+            return Corrupt(f"{entry.metadata.key} is damaged; load another checkpoint, as fallback=True does")
         try:
             return self.summary(entry)
         except Corrupt as exc:
@@ -311,9 +311,9 @@ def _naming(key: str) -> Iterator[None]:
     try:
         yield
     except NotFound as exc:
-        raise Corrupt(f"{key} is missing, although .metadata names it; load another checkpoint") from exc
+        raise Corrupt(f"{key} is missing, although .metadata names it; load another checkpoint, as fallback=True does") from exc
     except Corrupt as exc:
-        raise Corrupt(f"{key} is damaged: {exc}; load another checkpoint") from exc
+        raise Corrupt(f"{key} is damaged: {exc}; load another checkpoint, as fallback=True does") from exc
 
 
 def _as_found(summary: Summary, entry: Entry) -> Summary:

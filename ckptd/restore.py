@@ -32,6 +32,7 @@ from ckptd.ring import LOST_SECONDS
 from ckptd.scan import Entry
 from ckptd.sighting import GONE, Sighting, not_reached
 from ckptd.summaries import Summaries
+from ckptd.survey import KnownDamage
 from ckptd.v1.daemon_pb2 import Checkpoint
 from ckptd.v1.manifest_pb2 import Manifest, Record, Summary
 from ckptd.whereabouts import Whereabouts
@@ -57,11 +58,14 @@ class Found:
 class Restore:
     """What one daemon knows and does about loads."""
 
-    def __init__(self, node: Node, ledger: Ledger, fetcher: Fetcher, threads: Executor, *, peers: Peers | None = None) -> None:
+    def __init__(
+        self, node: Node, ledger: Ledger, fetcher: Fetcher, threads: Executor, known: KnownDamage, *, peers: Peers | None = None
+    ) -> None:
         self.node = node
         self.ledger = ledger
         self.fetcher = fetcher
         self.threads = threads
+        self.known = known
         self.questions = Questions(threads)
         self.bytes_from: Counter[str] = Counter(memory=0, peer=0, store=0)
         self.peers = Peers(node.address) if peers is None else peers
@@ -169,6 +173,8 @@ class Restore:
         except (errors.Unavailable, errors.StoreError) as exc:
             trouble, entries, incomplete = exc, [], []
         lines = {entry.id: line for entry, line in zip(entries, await self.summaries.lines(entries), strict=True)}
+        for entry in entries:
+            lines[entry.id].reason = lines[entry.id].reason or self.known.of(entry)
         orders = {entry.id: entry.order for entry in entries}
         ended = [a for a in self.node.catalog.attempts.values() if a.ended and not a.joint and a.state != Checkpoint.ABORTED]
         if trouble is not None:  # else the store says what of that is there

@@ -81,7 +81,7 @@ def put_together(settings: Settings, store: Store) -> Rooms:
         memory_threads=memory_threads,
         flush_threads=flush_threads,
     )
-    restore = Restore(node, ledger, Fetcher(store, node.arena, threads), threads, peers=peers)
+    restore = Restore(node, ledger, Fetcher(store, node.arena, threads), threads, known, peers=peers)
     upkeep = Upkeep(
         node,
         restore,

@@ -174,7 +174,7 @@ class Service(DaemonServicer):
         for line in lines:
             yield line
         if trouble is not None:
-            raise type(trouble)(f"only what memory holds is listed: {trouble}") if lines else trouble
+            raise type(trouble)(f"only what memory holds was found: {trouble}") if lines else trouble
 
     async def Show(self, request: pb.ShowRequest, context: Context) -> AsyncIterator[pb.ShowReply]:
         target = parse_target(request.id)

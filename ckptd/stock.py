@@ -114,7 +114,7 @@ class Looks:
             try:
                 parts = parse(read(pickle))
             except Corrupt as exc:
-                raise Corrupt(f"{metadata_key(id)} cannot be read: {exc}; load another checkpoint") from exc
+                raise Corrupt(f"{metadata_key(id)} cannot be read: {exc}; load another checkpoint, as fallback=True does") from exc
             for old in list(self._parsed)[: 1 - _REMEMBERED]:
                 self._parsed.pop(old, None)
             self._parsed[digest] = parts
@@ -204,9 +204,13 @@ def _refused(part: Part, key: str, nbytes: int | None) -> dict[int, CkptdError]:
     for number, (item, offset, length) in enumerate(zip(part.items, part.offsets, part.lengths, strict=True)):
         name = named(key, item, offset, length)
         if nbytes is None:
-            found[number] = Corrupt(f"{name}: the file is missing from the store, although .metadata names it; load another checkpoint")
+            found[number] = Corrupt(
+                f"{name}: the file is missing from the store, although .metadata names it; load another checkpoint, as fallback=True does"
+            )
         elif offset + length > nbytes:
-            found[number] = Corrupt(f"{name} is cut off: the file has {nbytes} bytes in the store; load another checkpoint")
+            found[number] = Corrupt(
+                f"{name} is cut off: the file has {nbytes} bytes in the store; load another checkpoint, as fallback=True does"
+            )
         elif not part.known:
             given = ", ".join(repr(one[:80]) for one in part.descriptors[:4])
             found[number] = InvalidRequest(

@@ -36,7 +36,7 @@ _NEWS_SECONDS: Final = 1.0
 #: Damage named one by one, per checkpoint; the rest is counted.
 _NAMED: Final = 100
 #: How errors of a load end, where nothing is being loaded.
-ADVICE: Final = "; load another checkpoint"
+ADVICE: Final = "; load another checkpoint, as fallback=True does"
 _STOCK: Final = "written by stock DCP, which keeps no checksums but the CRC-32 of records"
 
 

@@ -27,7 +27,8 @@ class _Parser(argparse.ArgumentParser):
     """Reports wrong use as every other error is reported: in one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise InvalidRequest(f"{message}; see {self.prog} --help")
+        where = f"{self.prog} COMMAND" if message.startswith("unrecognized") else self.prog  # argparse has the main parser say that
+        raise InvalidRequest(f"{message}; see {where} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

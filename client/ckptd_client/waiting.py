@@ -10,16 +10,20 @@ import math
 import time
 from typing import TYPE_CHECKING, Final
 
-from ckptd.errors import InvalidRequest, Unavailable
+from ckptd.errors import CkptdError, InvalidRequest, Unavailable
 from ckptd.v1 import daemon_pb2, manifest_pb2
-from ckptd_client.channel import connect
+from ckptd_client.channel import connect, unanswered
 from ckptd_client.names import checked_id
 
 if TYPE_CHECKING:
     import os
 
+    from ckptd_client.channel import Daemon
+
 _FIRST_PAUSE_SECONDS: Final = 0.1
 _LONGEST_PAUSE_SECONDS: Final = 2.0
+#: How long may take what the daemon says to who has waited in vain.
+_REASON_SECONDS: Final = 2.0
 
 _receipts: dict[tuple[str, str], manifest_pb2.Receipt] = {}
 
@@ -56,11 +60,21 @@ def wait(checkpoint_id: str | os.PathLike[str], *, address: str | None = None, t
             if until is None and not reached:
                 raise
             if until is not None and time.monotonic() + pause >= until:
-                raise TimeoutError(f"checkpoint {text!r} is not durable after {timeout} s ({error})") from error
+                why = _reason(daemon, text) if reached and unanswered(error) else str(error)
+                raise TimeoutError(f"checkpoint {text!r} is not durable after {timeout:g} s ({why})") from error
         else:
             return
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _reason(daemon: Daemon, checkpoint_id: str) -> str:
+    """Why a checkpoint is not durable yet, as far as the daemon knows."""
+    try:
+        found = daemon.resolve(daemon_pb2.ResolveRequest(id=checkpoint_id), seconds=_REASON_SECONDS)
+    except CkptdError as error:
+        return str(error)
+    return found.reason or f"it is {daemon_pb2.Checkpoint.State.Name(found.state).lower()}"
 
 
 def _checked_timeout(timeout: object) -> float | None:

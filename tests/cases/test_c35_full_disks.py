@@ -55,7 +55,7 @@ def files(store: Path) -> list[str]:
 def assert_stuck(daemon: DaemonProcess, step: int, why: str = "No space left on device") -> None:
     """It is accepted and can be loaded, and whoever saves or asks is told why it is not durable."""
     until("it has been tried", lambda: "reason" in daemon.list()[f"step-{step}"])
-    with pytest.raises(TimeoutError, match="not durable after 2"):
+    with pytest.raises(TimeoutError, match=f"not durable after 2 s .*{why}"):
         wait(f"step-{step}", address=daemon.address, timeout=2)
     load(daemon, step)
     listed = daemon.list()[f"step-{step}"]

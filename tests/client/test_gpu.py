@@ -13,7 +13,7 @@ from ckptd_client import DaemonStorageReader, DaemonStorageWriter, wait
 from client.states import assert_equal, blank
 from daemons import DaemonProcess
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
 
 
 def state() -> dict[str, Any]:

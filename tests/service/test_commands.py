@@ -140,7 +140,7 @@ def test_a_list_without_its_store_shows_what_memory_holds_and_is_no_answer(tmp_p
             ("run/step-1", "durable"),
             ("run/step-2", "accepted"),
         ]
-        assert done.stderr.startswith(f"ckptd: only what memory holds is listed: the store {store} has been there")
+        assert done.stderr.startswith(f"ckptd: only what memory holds was found: the store {store} has been there")
         assert (done.returncode, done.stderr.count("\n")) == (3, 1)
         done = daemon.cli("list", "--run", "run")
         assert done.returncode == 3

@@ -174,7 +174,10 @@ def test_the_last_good_one_does_not_go_for_one_that_was_found_damaged(
         said = pruned(daemon, "--run", "run", "--keep-last", "1")
         assert said["run/step-6"] == "kept: the last one"
         assert said["run/step-12"].startswith("kept: damaged (found when it was read: run/step-12/")
-        assert set(daemon.list()) == {"run/step-6", "run/step-12"}
+        listed = daemon.list()
+        assert set(listed) == {"run/step-6", "run/step-12"}
+        assert "reason" not in listed["run/step-6"]
+        assert "run/step-12/" in listed["run/step-12"]["reason"]
 
 
 def test_a_newer_save_and_a_repair_are_judged_anew_and_the_daemons_own_rules_know_it(tmp_path: Path) -> None:
@@ -185,12 +188,14 @@ def test_a_newer_save_and_a_repair_are_judged_anew_and_the_daemons_own_rules_kno
         good = data.read_bytes()
         flip(data)
         assert daemon.cli("verify", "step-2").returncode == 1
+        assert daemon.list()["step-2"]["reason"].startswith("found when it was read: step-2/")
         save(daemon, "step-3")
         said = pruned(daemon)
         assert said["step-1"] == "kept: one of the last 2"
         assert said["step-2"].startswith("kept: damaged (")
         data.write_bytes(good)
         assert daemon.cli("verify", "--all").returncode == 0
+        assert "reason" not in daemon.list()["step-2"]
         assert pruned(daemon, "--dry-run", "--keep-last", "2")["step-1"] == "deleted: no rule keeps it"
         flip(data)
         assert daemon.cli("verify", "--all").returncode == 1

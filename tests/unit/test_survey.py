@@ -81,7 +81,7 @@ def test_what_was_found_damaged_takes_no_place_until_it_is_saved_again_or_whole(
 
     assert told("step-2") == told("stock/step-1") == ""
     for id in ("step-2", "stock/step-1"):
-        known.found(ledger.find(CheckpointId.parse(id)), f"{id}/a file is damaged; load another checkpoint")
+        known.found(ledger.find(CheckpointId.parse(id)), f"{id}/a file is damaged; load another checkpoint, as fallback=True does")
         assert told(id) == f"found when it was read: {id}/a file is damaged"
     assert told("step-1") == ""
     found = survey(store, ledger, "", known=known)
