@@ -71,8 +71,6 @@ class Deletion:
         """
         meant, began = self._names(checkpoint), time.monotonic()
         entry = await self._find(checkpoint)
-        if entry is not None and entry.pinned:
-            raise errors.WrongPhase(f"{checkpoint} is pinned: `ckptd unpin {checkpoint}` first")
         attempts = self.node.catalog.attempts
         held = [name for name in meant if (one := attempts.get(name)) is not None and (one.restorable or one.state not in OVER)]
         pending, known, seen = await self._elsewhere(checkpoint)
@@ -187,10 +185,14 @@ class Deletion:
         return {one.name for one in self.node.catalog.attempts.values() if one.id == checkpoint}
 
     async def _find(self, checkpoint: CheckpointId) -> Entry | None:
+        """What the store has now. Raises WrongPhase if it is pinned by now."""
         try:
-            return await self._run(self.ledger.find, checkpoint)
+            entry = await self._run(self.ledger.find, checkpoint)
         except errors.NotFound:
             return None
+        if entry.pinned:
+            raise errors.WrongPhase(f"{checkpoint} is pinned: `ckptd unpin {checkpoint}` first")
+        return entry
 
     async def _run(self, call: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.threads, call, *arguments)

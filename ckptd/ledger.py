@@ -128,9 +128,18 @@ class Ledger:
         return data[: manifest.metadata_head] + b"."
 
     def pin(self, id: CheckpointId) -> None:
-        """No policy deletes it from now on. Raises NotFound."""
-        self.find(id)
+        """No policy deletes it from now on. Raises NotFound; Unavailable if a deletion of it is under way."""
+        pinned = self.find(id).pinned
         self._store.put(pin_key(id), lambda: [b""], nbytes_hint=0)
+        # A deletion puts its tombstone before it looks for a pin: it sees this one, or is seen here.
+        now = entry_of(self._store, id, marks := marks_of(self._store, id))
+        if now is not None and (pin := marks.get(pin_key(id))) is not None:
+            found = self._deletions(tombstones(id, marks))
+            threats = [since for key, since, of in found if of == (now.save_id or "") and key not in self.ended_deletions]
+            if not _threatened(pin.modified, threats):
+                return
+        self._store.delete([] if pinned else [pin_key(id)])
+        raise Unavailable(f"{id} was not pinned: a deletion of it is under way; try again")
 
     def unpin(self, id: CheckpointId) -> None:
         """Policies may delete it; fine if it was not pinned. Raises NotFound."""
@@ -218,11 +227,8 @@ class Ledger:
             return None, ABSENT
         if now.attempt != attempt:
             return None, now.metadata.version
-        # One that was put after this `.metadata` has seen it. By this machine's clock where the store tells no times.
-        put = now.modified or time.time()
         threats = [since for key, since, of in deletions if key not in self.ended_deletions and of[:24] != attempt]
-        threatened = any(-1.0 <= put - since < DELETION_SECONDS for since in threats)
-        return None if now.damaged or threatened else now, now.metadata.version
+        return None if now.damaged or _threatened(now.modified, threats) else now, now.metadata.version
 
     def _now(self, id: CheckpointId, attempt: str, *, only_new: bool = False) -> tuple[Entry | None, list[tuple[str, float, str]]]:
         """What is durable, if it is not newer than `attempt`, and the deletions of the id. Raises as `_standing`."""
@@ -294,6 +300,12 @@ class Ledger:
             return self.summary(entry)
         except Corrupt as exc:
             return exc
+
+
+def _threatened(put: float, deletions: Sequence[float]) -> bool:
+    """Whether one of the deletions that began then may not have seen what was `put`; one that began later has."""
+    put = put or time.time()  # by this machine's clock where the store tells no times
+    return any(-1.0 <= put - since < DELETION_SECONDS for since in deletions)
 
 
 def newest_first(entries: Sequence[Entry]) -> Iterator[Entry]:

@@ -21,6 +21,8 @@ METADATA_NAME: Final = ".metadata"
 OWN_DIRECTORY: Final = ".ckptd"
 #: The name that means "the checkpoint accepted last" and therefore is no id.
 LATEST: Final = "latest"
+#: What the tags of a checkpoint may take together: they are in every answer about it.
+TAGS_NBYTES: Final = 64 * 1024
 #: No clock tells more, in microseconds since the epoch: kernels count its nanoseconds in 63 bits, which end in the year 2262.
 CLOCK_LAST_US: Final = 2**63 // 1000
 

@@ -25,6 +25,8 @@ _UNITS = {"": 1, "b": 1} | {
 }
 _DURATION = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*(ms|s|m|h|d|)")
 _SWITCH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+#: No clock of gRPC's overflows after that.
+_LONGEST_SECONDS: Final = 36500 * 86400.0
 _SECONDS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -65,11 +67,11 @@ def parse_size(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Reads seconds from ``500ms``, ``10s``, ``5m``, ``1h``, ``2d`` or ``90``."""
+    """Reads seconds from ``500ms``, ``10s``, ``5m``, ``1h``, ``2d`` or ``90``; more than a century is one."""
     found = _DURATION.fullmatch(text.strip().lower())
     if found is None:
         raise InvalidRequest(f"{shown(text)} is not a duration: give seconds, or a number with ms, s, m, h or d, such as 90s or 24h")
-    return float(found.group(1)) * _SECONDS[found.group(2)]
+    return min(float(found.group(1)) * _SECONDS[found.group(2)], _LONGEST_SECONDS)
 
 
 def parse_store_options(pairs: Sequence[str]) -> dict[str, str]:

@@ -21,8 +21,8 @@ from ckptd.v1.peer_pb2 import Holding
 HERE: Final = ""
 #: So many saves that cannot be read are named.
 MOST_TOLD: Final = 3
-#: Said of a node that was started anew: what it held is gone.
-FORGETFUL: Final = "without its memory"
+#: Said of a node that answers: what it held is gone.
+FORGETFUL: Final = "and does not hold it any more"
 _HINT: Final = "; if that state matters, start the daemon of that node again, with its shm-dir and address, before the next save"
 #: What does not come back if the store does not have it: what was durable there was deleted since.
 GONE: Final = (Checkpoint.ABORTED, Checkpoint.DURABLE)

@@ -242,7 +242,7 @@ class Watch:
             ranks = ", ".join(str(receipt.rank) for receipt in receipts)
             what = f"the shards of ranks {ranks} were" if len(receipts) > 1 else f"the shard of rank {ranks} was"
             there = nodes[node] in self.peers.known and not self.peers.gone_seconds(nodes[node])
-            since = f"which is there again {FORGETFUL}" if there else f"which has not been reached for {found.missing_seconds:.0f} s"
+            since = f"which is there {FORGETFUL}" if there else f"which has not been reached for {found.missing_seconds:.0f} s"
             said.append(f"{what} held by node {node} at {nodes[node]} alone, {since}")
         return "; ".join(said)
 

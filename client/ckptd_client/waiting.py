@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE_SECONDS: Final = 0.1
 _LONGEST_PAUSE_SECONDS: Final = 2.0
+#: How long a daemon has to say that it is there, whatever the timeout.
+_HELLO_SECONDS: Final = 1.0
+#: The same for what is durable already.
+_WAIT_SECONDS: Final = 0.2
+#: A century: what gRPC's clock has room for.
+_LONGEST_SECONDS: Final = 36500 * 86400.0
 #: How long may take what the daemon says to who has waited in vain.
 _REASON_SECONDS: Final = 2.0
 
@@ -52,10 +58,10 @@ def wait(checkpoint_id: str | os.PathLike[str], *, address: str | None = None, t
     while True:
         reached = False
         try:
-            daemon.hello(seconds=_left(until))
+            daemon.hello(seconds=_left(until, _HELLO_SECONDS))
             reached = True
             receipt = _receipts.get((daemon.address, text), manifest_pb2.Receipt())
-            daemon.wait(daemon_pb2.WaitRequest(id=text, token=receipt.token, sealed_us=receipt.sealed_us), _left(until))
+            daemon.wait(daemon_pb2.WaitRequest(id=text, token=receipt.token, sealed_us=receipt.sealed_us), _left(until, _WAIT_SECONDS))
         except Unavailable as error:
             if until is None and not reached:
                 raise
@@ -82,9 +88,9 @@ def _checked_timeout(timeout: object) -> float | None:
         return None
     if not isinstance(timeout, int | float) or not timeout >= 0:
         raise InvalidRequest(f"timeout={timeout!r} is not a number of seconds, nor None for no limit")
-    return float(timeout)
+    return min(float(timeout), _LONGEST_SECONDS)
 
 
-def _left(until: float | None) -> float | None:
-    """Seconds left, never none at all: a call without time fails before it is sent."""
-    return None if until is None else max(until - time.monotonic(), 0.001)
+def _left(until: float | None, least: float) -> float | None:
+    """Seconds left, at `least` so many: a call without time fails before it is sent."""
+    return None if until is None else max(until - time.monotonic(), least)

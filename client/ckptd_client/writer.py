@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckptd.errors import CkptdError, InvalidRequest, NotFound, StoreError, Unavailable, WrongPhase
+from ckptd.model import TAGS_NBYTES
 from ckptd.v1 import daemon_pb2, manifest_pb2
 from ckptd_client import metadata as pickles
 from ckptd_client.channel import Daemon, connect, unanswered, warn_once
@@ -54,7 +55,7 @@ class DaemonStorageWriter(StorageWriter):
     address: ``unix:/path`` or ``HOST:PORT``; default ``CKPTD_ADDRESS``, then the node's own daemon.
     overwrite: False refuses, before any byte moves, an id that is already durable.
     durable: False keeps the checkpoint in memory only, until a newer one of the run is accepted.
-    tags: small texts that ``ckptd list`` and ``show`` display.
+    tags: small texts that ``ckptd show`` displays, 64 KiB together at most.
 
     Every error is one of ``ckptd.errors``, inside the CheckpointException that DCP raises on all ranks.
     """
@@ -177,6 +178,8 @@ def _checked_tags(tags: object) -> dict[str, str]:
         raise InvalidRequest(f"tags map str to str, which {tags!r} does not")
     if any(not text.isascii() and text != text.encode("utf-8", "replace").decode() for pair in tags.items() for text in pair):
         raise InvalidRequest(f"tags are Unicode text, and {tags!r} has a lone surrogate")
+    if (nbytes := sum(len(text.encode()) for pair in tags.items() for text in pair)) > TAGS_NBYTES:
+        raise InvalidRequest(f"tags may take {TAGS_NBYTES} bytes together, and these take {nbytes}: put large things into the state")
     return dict(tags)
 
 

@@ -212,6 +212,12 @@ def test_tags_map_text_to_text(bad: Any) -> None:
         DaemonStorageWriter("step-1", tags=bad)
 
 
+def test_tags_are_small() -> None:
+    DaemonStorageWriter("step-1", tags={"a": "b" * 65_535})
+    with pytest.raises(InvalidRequest, match=r"65536 bytes together, and these take 65537"):
+        DaemonStorageWriter("step-1", tags={"a": "\N{SNOWMAN}" * 21_845, "b": ""})
+
+
 def test_a_target_of_another_shape_is_an_error(daemon: DaemonProcess) -> None:
     dcp.save(STATE, checkpoint_id="shape/step-1", storage_writer=DaemonStorageWriter(address=daemon.address))
     with pytest.raises(CheckpointException, match="Size mismatch"):
@@ -394,6 +400,13 @@ def test_a_tensor_whose_storage_was_freed_is_named(daemon: DaemonProcess) -> Non
     freed.untyped_storage().resize_(0)
     with pytest.raises(CheckpointException, match=r"'freed'.*freed or shortened"):
         dcp.save({"freed": freed}, checkpoint_id="freed", storage_writer=DaemonStorageWriter(address=daemon.address))
+
+
+@pytest.mark.parametrize("timeout", [0, 1e30])
+def test_any_timeout_is_enough_for_what_is_durable(daemon: DaemonProcess, timeout: float) -> None:
+    dcp.save(STATE, checkpoint_id=f"durable-{timeout:g}/step-1", storage_writer=DaemonStorageWriter(address=daemon.address))
+    wait(f"durable-{timeout:g}/step-1", address=daemon.address, timeout=60)
+    wait(f"durable-{timeout:g}/step-1", address=daemon.address, timeout=timeout)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -1, "3"])

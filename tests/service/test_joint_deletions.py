@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ckptd.errors import NotFound, Unavailable
 from ckptd.ledger import Ledger
 from ckptd.localstore import LocalStore
 from ckptd.model import CheckpointId
@@ -66,6 +67,29 @@ def test_a_deletion_of_what_memory_alone_has_says_so_if_a_node_that_holds_it_doe
         assert [listed(host, ID) for host in hosts] == ["", ""]
         there.restart()  # which remembers nothing of it
         assert [listed(host, ID) for host in hosts] == ["", ""]
+
+
+def test_a_pin_that_comes_while_a_deletion_waits_for_a_node_holds(tmp_path: Path) -> None:
+    store = Troubled(tmp_path)
+    with store.hosts(2) as hosts:
+        there, silent = hosts
+        store.works()
+        save(addresses(hosts), ID, 1)
+        wait(ID, address=there.address, timeout=60)
+        silent.stop()  # for some seconds nobody knows whether it will answer
+        deletion = subprocess.Popen(
+            [sys.executable, "-m", "ckptd", "delete", ID, "--address", there.address], stderr=subprocess.PIPE, text=True
+        )
+        time.sleep(1.0)
+        try:
+            Ledger(LocalStore(store.path)).pin(CheckpointId.parse(ID))
+            pinned = True
+        except (NotFound, Unavailable):  # too late, on a slow machine
+            pinned = False
+        _, said = deletion.communicate(timeout=60)
+        silent.cont()
+        assert (deletion.returncode, "is pinned" in said) == ((1, True) if pinned else (0, False)), said
+        assert (store.path / ID / ".metadata").exists() == pinned
 
 
 def test_a_save_of_several_nodes_that_is_accepted_while_a_deletion_waits_for_the_store_stays(tmp_path: Path) -> None:

@@ -55,6 +55,16 @@ def tokens(record: Record) -> list[str]:
     return [*(receipt.token for receipt in record.shards), record.metadata.token]
 
 
+def test_large_tags_are_refused() -> None:
+    driver = Driver()
+    request = driver.request("run/step-1")
+    request.tags["note"] = "n" * 65_533
+    with pytest.raises(errors.InvalidRequest, match="tags may take 65536 bytes together, and these take 65537"):
+        prepare(driver.catalog, request, 1_000)
+    request.tags["note"] = "n" * 65_532
+    prepare(driver.catalog, request, 1_000)
+
+
 def test_an_accepted_attempt_is_latest_and_waits_to_be_flushed() -> None:
     driver = Driver()
     record, effects = driver.save("run/step-1")

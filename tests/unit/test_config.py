@@ -38,7 +38,17 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("90", 90.0), ("0", 0.0), ("10s", 10.0), ("500ms", 0.5), ("1.5m", 90.0), ("1h", 3600.0), ("24H", 86400.0), ("2d", 172800.0)],
+    [
+        ("90", 90.0),
+        ("0", 0.0),
+        ("10s", 10.0),
+        ("500ms", 0.5),
+        ("1.5m", 90.0),
+        ("1h", 3600.0),
+        ("24H", 86400.0),
+        ("2d", 172800.0),
+        ("106000d", 36500 * 86400.0),
+    ],
 )
 def test_a_duration_is_seconds_or_a_number_with_a_unit(text: str, seconds: float) -> None:
     assert options.parse_duration(text) == pytest.approx(seconds)

@@ -308,6 +308,43 @@ def test_a_pin_goes_with_its_checkpoint_and_does_not_meet_the_next_one(root: Pat
     assert not Ledger(store).find(an_id("a")).pinned
 
 
+@pytest.mark.parametrize("meets", ["a pin a deletion", "a deletion a pin"])
+def test_a_pin_and_a_deletion_that_meet_never_both_succeed_nor_both_fail(store: Store, meets: str) -> None:
+    def succeeds(what: str, by: Store, name: str) -> bool:
+        ledger = Ledger(by)
+        try:
+            if what == "a pin":
+                ledger.pin(an_id(name))
+                return True
+            entry = ledger.find(an_id(name))
+            if not entry.pinned:  # who deletes asks that first
+                Sweeper(by, ledger).delete(entry)
+            return not entry.pinned
+        except (NotFound, Unavailable, WrongPhase):
+            return False
+
+    other, one = ("a deletion", "a pin") if meets == "a pin a deletion" else ("a pin", "a deletion")
+    for moment in range(100):
+        name = f"a-{moment}"
+        save(store, name, 1)
+        other_did: list[bool] = []
+        left = [moment]
+
+        def meet(_call: str, _key: str, *, name: str = name, left: list[int] = left, done: list[bool] = other_did) -> None:
+            left[0] -= 1
+            if left[0] == -1:
+                done.append(succeeds(other, store, name))
+
+        did = succeeds(one, Watched(store, before=meet), name)
+        if not other_did:  # it has fewer calls
+            assert moment > 4
+            return
+        assert other_did == [not did], moment
+        there = [entry for entry in Ledger(store).entries() if entry.id == an_id(name)]
+        assert [entry.pinned for entry in there] == [True] * (did if one == "a pin" else not did)
+    pytest.fail("it has no end")
+
+
 def test_a_pin_that_a_killed_deletion_left_goes_with_the_files_but_never_from_what_is_there(root: Path, store: Store) -> None:
     for name in ("a", "b"):
         save(store, name, 1)

@@ -127,7 +127,7 @@ def test_the_newest_few_that_cannot_be_read_are_named() -> None:
 
 def test_what_another_node_says_of_a_node_that_is_missed_is_said_once() -> None:
     (of_b,) = says("shard-a", "pickle")
-    of_b.reason = "the shard of rank 1 was held by node b at b:1 alone, which is there again without its memory"
+    of_b.reason = "the shard of rank 1 was held by node b at b:1 alone, which is there and does not hold it any more"
     found = merged([], {A: [of_b]})[ATTEMPT]
     assert found.line().reason == f"the daemon at {A} says: {of_b.reason}"
     assert "start the daemon" not in not_reached({ATTEMPT: found}, "0", [B])[0]  # that would not bring it back
