@@ -4,12 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Files of tests that run at the same time. A worker that crashes ends the run, which would wait for it for ever otherwise.
 WORKERS ?= 2
-# Second chances of a test that fails. None, so that whoever works on the project sees each failure; .ci/run gives one.
-RERUNS ?= 0
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --reruns $(RERUNS) --max-worker-restart 0 --dist loadfile --durations 25
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --max-worker-restart 0 --dist loadfile --durations 25
 READY := $(VENV)/.ready
 
-.PHONY: demo test slow lint protos bench venv clean
+.PHONY: demo test slow again lint protos bench venv clean
 
 venv: $(READY)
 
@@ -29,6 +27,10 @@ test: $(READY)
 # What takes long: larger worlds, items beyond 4 GiB, many kills.
 slow: $(READY)
 	$(PYTEST) -m "slow and not gpu"
+
+# What failed last time, alone.
+again: $(READY)
+	$(BIN)/python -m pytest -m "not gpu" --last-failed --last-failed-no-failures none
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -71,6 +71,7 @@ class Deletion:
         """
         meant, began = self._names(checkpoint), time.monotonic()
         entry = await self._find(checkpoint)
+        _refuse_pinned(entry)
         attempts = self.node.catalog.attempts
         held = [name for name in meant if (one := attempts.get(name)) is not None and (one.restorable or one.state not in OVER)]
         pending, known, seen = await self._elsewhere(checkpoint)
@@ -104,6 +105,7 @@ class Deletion:
         entry = await self._find(checkpoint)  # what was on its way may have arrived
         if entry is not None and (entry.attempt or "") not in meant:  # saved anew while this waited
             entry = None
+        _refuse_pinned(entry)
         deleted = Deleted(checkpoint, 0, 0) if entry is None else await self._run(self.sweeper.delete, entry)
         if entry is not None and entry.attempt is not None and self.node.address:
             known = known | {entry.attempt}  # a node that was away since before it was durable does not know that, either
@@ -128,6 +130,7 @@ class Deletion:
             await self._run(self._forget_parts, checkpoint, name)
         entry = await self._find(checkpoint) if known else None
         if entry is not None and entry.attempt in known:
+            _refuse_pinned(entry)
             # Another node has committed it meanwhile. If it has taken that away itself by now, so much the better.
             with suppress(errors.WrongPhase):
                 deleted = await self._run(self.sweeper.delete, entry)
@@ -185,14 +188,16 @@ class Deletion:
         return {one.name for one in self.node.catalog.attempts.values() if one.id == checkpoint}
 
     async def _find(self, checkpoint: CheckpointId) -> Entry | None:
-        """What the store has now. Raises WrongPhase if it is pinned by now."""
         try:
-            entry = await self._run(self.ledger.find, checkpoint)
+            return await self._run(self.ledger.find, checkpoint)
         except errors.NotFound:
             return None
-        if entry.pinned:
-            raise errors.WrongPhase(f"{checkpoint} is pinned: `ckptd unpin {checkpoint}` first")
-        return entry
 
     async def _run(self, call: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.threads, call, *arguments)
+
+
+def _refuse_pinned(entry: Entry | None) -> None:
+    """Raises WrongPhase if it is."""
+    if entry is not None and entry.pinned:
+        raise errors.WrongPhase(f"{entry.id} is pinned: `ckptd unpin {entry.id}` first")

@@ -145,7 +145,7 @@ class Fallback:
     async def _damage(self, entry: Entry, name: str) -> tuple[str, ...]:
         """What is damaged of it; reads it unless that is known or under way. `name`: of the attempt, or a stock one's state."""
         key = (entry.id, name, entry.metadata)
-        if key in self._whole:
+        if key in self._whole and not self.known.of(entry):  # what was whole when it was read may have rotted since
             return ()
         check = self._checks.get(key)
         if check is None:

@@ -20,7 +20,7 @@ from ckptd.errors import Corrupt, InvalidRequest, NotFound, Unavailable, WrongPh
 from ckptd.model import OWN_DIRECTORY, CheckpointId, data_key, is_attempt, manifest_key, metadata_key, mint_token, pin_key
 from ckptd.scan import Entry, Scan, entry_of, marks_of, parallel, refusals, save_id, scan, step_of, tombstones
 from ckptd.store import ABSENT, Changed, Object, Store
-from ckptd.tombstone import COMMIT_SECONDS, DELETION_SECONDS
+from ckptd.tombstone import COMMIT_SECONDS, DELETION_SECONDS, PIN_PAUSE_SECONDS
 from ckptd.v1.manifest_pb2 import Manifest, Summary
 
 log = logging.getLogger(__name__)
@@ -128,18 +128,18 @@ class Ledger:
         return data[: manifest.metadata_head] + b"."
 
     def pin(self, id: CheckpointId) -> None:
-        """No policy deletes it from now on. Raises NotFound; Unavailable if a deletion of it is under way."""
-        pinned = self.find(id).pinned
+        """No policy deletes it from now on. Waits for a deletion of it that is under way. Raises NotFound."""
+        self.find(id)
         self._store.put(pin_key(id), lambda: [b""], nbytes_hint=0)
-        # A deletion puts its tombstone before it looks for a pin: it sees this one, or is seen here.
-        now = entry_of(self._store, id, marks := marks_of(self._store, id))
-        if now is not None and (pin := marks.get(pin_key(id))) is not None:
-            found = self._deletions(tombstones(id, marks))
-            threats = [since for key, since, of in found if of == (now.save_id or "") and key not in self.ended_deletions]
-            if not _threatened(pin.modified, threats):
+        began = time.monotonic()
+        # A deletion puts its tombstone before it looks for a pin: it sees this one, or is seen here. After DELETION_SECONDS it is dead.
+        while (now := entry_of(self._store, id, marks := marks_of(self._store, id))) is not None:
+            meant = (key for key, _, of in self._deletions(tombstones(id, marks)) if of == (now.save_id or ""))
+            if all(key in self.ended_deletions for key in meant) or time.monotonic() - began > DELETION_SECONDS:
                 return
-        self._store.delete([] if pinned else [pin_key(id)])
-        raise Unavailable(f"{id} was not pinned: a deletion of it is under way; try again")
+            time.sleep(PIN_PAUSE_SECONDS)
+        self._store.delete([pin_key(id)])
+        raise NotFound(f"{id} has been deleted meanwhile")
 
     def unpin(self, id: CheckpointId) -> None:
         """Policies may delete it; fine if it was not pinned. Raises NotFound."""
@@ -227,8 +227,11 @@ class Ledger:
             return None, ABSENT
         if now.attempt != attempt:
             return None, now.metadata.version
+        # One that was put after this `.metadata` has seen it. By this machine's clock where the store tells no times.
+        put = now.modified or time.time()
         threats = [since for key, since, of in deletions if key not in self.ended_deletions and of[:24] != attempt]
-        return None if now.damaged or _threatened(now.modified, threats) else now, now.metadata.version
+        threatened = any(-1.0 <= put - since < DELETION_SECONDS for since in threats)
+        return None if now.damaged or threatened else now, now.metadata.version
 
     def _now(self, id: CheckpointId, attempt: str, *, only_new: bool = False) -> tuple[Entry | None, list[tuple[str, float, str]]]:
         """What is durable, if it is not newer than `attempt`, and the deletions of the id. Raises as `_standing`."""
@@ -300,12 +303,6 @@ class Ledger:
             return self.summary(entry)
         except Corrupt as exc:
             return exc
-
-
-def _threatened(put: float, deletions: Sequence[float]) -> bool:
-    """Whether one of the deletions that began then may not have seen what was `put`; one that began later has."""
-    put = put or time.time()  # by this machine's clock where the store tells no times
-    return any(-1.0 <= put - since < DELETION_SECONDS for since in deletions)
 
 
 def newest_first(entries: Sequence[Entry]) -> Iterator[Entry]:

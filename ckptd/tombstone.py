@@ -31,6 +31,8 @@ from ckptd.v1.manifest_pb2 import Tombstone
 #: A deletion takes `.metadata` away at most half so long after its tombstone was put (see ckptd/sweeper.py); the rest is for
 #: what is on its way. By the store's clock.
 DELETION_SECONDS: Final = 10.0
+#: So often whoever pins looks whether a deletion that is under way has ended.
+PIN_PAUSE_SECONDS: Final = 0.3
 #: So long it is remembered that an attempt was deleted before it was durable: a node that holds it may be away.
 REFUSAL_SECONDS: Final = 86400.0
 #: A commit puts `.metadata` at most half so long after its manifest (see ckptd/ledger.py); no manifest is debris before.

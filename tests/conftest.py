@@ -30,13 +30,6 @@ settings.load_profile("patient")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Of a test that had a second chance, what it failed with at first: it is to be mended all the same."""
-    for report in terminalreporter.getreports("rerun"):
-        terminalreporter.section(f"failed at first: {report.nodeid}", "_")
-        terminalreporter.write_line(report.longreprtext)
-
-
 @pytest.fixture
 def shm_dir() -> Iterator[Path]:
     """A directory on tmpfs, as a daemon's shm-dir is."""

@@ -22,14 +22,12 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE_SECONDS: Final = 0.1
 _LONGEST_PAUSE_SECONDS: Final = 2.0
-#: How long a daemon has to say that it is there, whatever the timeout.
-_HELLO_SECONDS: Final = 1.0
-#: The same for what is durable already.
-_WAIT_SECONDS: Final = 0.2
+#: Any timeout is at least so long: a call takes its time.
+_LEAST_SECONDS: Final = 0.2
 #: A century: what gRPC's clock has room for.
 _LONGEST_SECONDS: Final = 36500 * 86400.0
-#: How long may take what the daemon says to who has waited in vain.
-_REASON_SECONDS: Final = 2.0
+#: How long may take what the daemon says to who has waited in vain, and has waited so long himself.
+_REASON_SECONDS: Final = 5.0
 
 _receipts: dict[tuple[str, str], manifest_pb2.Receipt] = {}
 
@@ -43,7 +41,7 @@ def wait(checkpoint_id: str | os.PathLike[str], *, address: str | None = None, t
     """Returns once a checkpoint is durable, that is, complete in the store.
 
     Means the attempt that holds this process's last receipt for the id, else the newest
-    that the daemon knows, else what the store has. `timeout` is in seconds; None waits
+    that the daemon knows, else what the store has. `timeout` is in seconds, at least 0.2; None waits
     as long as it takes, through restarts of the daemon, but not longer than
     ``CKPTD_CONNECT_TIMEOUT`` for one that does not answer at all.
 
@@ -55,18 +53,21 @@ def wait(checkpoint_id: str | os.PathLike[str], *, address: str | None = None, t
     daemon = connect(address)
     until = None if timeout is None else time.monotonic() + timeout
     pause = _FIRST_PAUSE_SECONDS
+    receipt = _receipts.get((daemon.address, text), manifest_pb2.Receipt())
     while True:
         reached = False
         try:
-            daemon.hello(seconds=_left(until, _HELLO_SECONDS))
+            daemon.hello(seconds=_left(until))
             reached = True
-            receipt = _receipts.get((daemon.address, text), manifest_pb2.Receipt())
-            daemon.wait(daemon_pb2.WaitRequest(id=text, token=receipt.token, sealed_us=receipt.sealed_us), _left(until, _WAIT_SECONDS))
+            daemon.wait(daemon_pb2.WaitRequest(id=text, token=receipt.token, sealed_us=receipt.sealed_us), _left(until))
         except Unavailable as error:
             if until is None and not reached:
                 raise
-            if until is not None and time.monotonic() + pause >= until:
-                why = _reason(daemon, text) if reached and unanswered(error) else str(error)
+            if timeout is not None and until is not None and time.monotonic() + pause >= until:
+                patience = min(timeout, _REASON_SECONDS)
+                why = _reason(daemon, text, receipt.sealed_us, patience) if reached and unanswered(error) else str(error)
+                if why is None:
+                    return
                 raise TimeoutError(f"checkpoint {text!r} is not durable after {timeout:g} s ({why})") from error
         else:
             return
@@ -74,13 +75,15 @@ def wait(checkpoint_id: str | os.PathLike[str], *, address: str | None = None, t
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
-def _reason(daemon: Daemon, checkpoint_id: str) -> str:
-    """Why a checkpoint is not durable yet, as far as the daemon knows."""
+def _reason(daemon: Daemon, checkpoint_id: str, sealed_us: int, seconds: float) -> str | None:
+    """Why a checkpoint is not durable, as far as the daemon knows and soon says; None if by now it is."""
     try:
-        found = daemon.resolve(daemon_pb2.ResolveRequest(id=checkpoint_id), seconds=_REASON_SECONDS)
+        found = daemon.resolve(daemon_pb2.ResolveRequest(id=checkpoint_id), seconds=seconds)
     except CkptdError as error:
-        return str(error)
-    return found.reason or f"it is {daemon_pb2.Checkpoint.State.Name(found.state).lower()}"
+        return f"the daemon at {daemon.address} does not say why" if unanswered(error) else str(error)
+    if found.state != daemon_pb2.Checkpoint.DURABLE:
+        return found.reason or f"it is {daemon_pb2.Checkpoint.State.Name(found.state).lower()}"
+    return "only an older save of it is" if found.summary.accepted_us < sealed_us else None
 
 
 def _checked_timeout(timeout: object) -> float | None:
@@ -88,9 +91,9 @@ def _checked_timeout(timeout: object) -> float | None:
         return None
     if not isinstance(timeout, int | float) or not timeout >= 0:
         raise InvalidRequest(f"timeout={timeout!r} is not a number of seconds, nor None for no limit")
-    return min(float(timeout), _LONGEST_SECONDS)
+    return float(min(max(timeout, _LEAST_SECONDS), _LONGEST_SECONDS))
 
 
-def _left(until: float | None, least: float) -> float | None:
-    """Seconds left, at `least` so many: a call without time fails before it is sent."""
-    return None if until is None else max(until - time.monotonic(), least)
+def _left(until: float | None) -> float | None:
+    """Seconds left, never none at all: a call without time fails before it is sent."""
+    return None if until is None else max(until - time.monotonic(), 0.001)
