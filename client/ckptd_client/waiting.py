@@ -47,6 +47,7 @@ def wait(checkpoint_id: str | os.PathLike[str], *, address: str | None = None, t
 
     Raises what made the checkpoint fail (StoreError, WrongPhase, …), NotFound if there is
     none, TimeoutError after `timeout`, also if no daemon answered until then; without one, Unavailable.
+    To say why may take as long again, 5 s at most.
     """
     text = checked_id(checkpoint_id)
     timeout = _checked_timeout(timeout)

@@ -80,6 +80,18 @@ def times_read(daemon: DaemonProcess, id: str) -> int:
     return daemon.log.read_text().count(f"reading {id} back before it is loaded")
 
 
+def test_what_was_whole_and_was_found_damaged_since_is_read_again(pair: Pair) -> None:
+    save(pair.saving, "rot/step-1", "rot/step-2")
+    assert loaded(pair.other, "rot/latest") == 2
+    path = file(pair.store, "rot/step-2")
+    flip(path)
+    assert pair.other.cli("verify", "rot/step-2").returncode == 1
+    assert gone_back(pair.other, "rot/latest")[0] == 1
+    flip(path)
+    assert pair.other.cli("verify", "rot/step-2").returncode == 0
+    assert loaded(pair.other, "rot/latest") == 2
+
+
 def test_the_last_good_one_is_loaded_and_the_damaged_one_named_with_the_place(pair: Pair) -> None:
     save(pair.saving, "a/step-1", "a/step-2", "a/step-3")
     path = file(pair.store, "a/step-3")
