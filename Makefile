@@ -7,7 +7,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --max-worker-restart 0 --dist loadfile --durations 25
 READY := $(VENV)/.ready
 
-.PHONY: demo test slow again lint protos bench venv clean
+.PHONY: demo test slow lint protos bench venv clean
 
 venv: $(READY)
 
@@ -27,10 +27,6 @@ test: $(READY)
 # What takes long: larger worlds, items beyond 4 GiB, many kills.
 slow: $(READY)
 	$(PYTEST) -m "slow and not gpu"
-
-# What failed last time, alone.
-again: $(READY)
-	$(BIN)/python -m pytest -m "not gpu" --last-failed --last-failed-no-failures none
 
 lint: $(READY)
 	$(BIN)/ruff check .
