@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from ckptd import errors
 from ckptd.catalog import Catalog
-from ckptd.model import TAGS_NBYTES, CheckpointId, mint_attempt
+from ckptd.model import CheckpointId, check_tags, mint_attempt
 from ckptd.v1.daemon_pb2 import CommitRequest
 from ckptd.v1.manifest_pb2 import Receipt, Record, Summary
 
@@ -20,8 +20,7 @@ def check(catalog: Catalog, request: CommitRequest) -> CheckpointId:
     """Raises InvalidRequest, LeaseLost or WrongPhase unless this node can take part in it."""
     checkpoint = CheckpointId.parse(request.id)
     receipts = [*request.shards, request.metadata]
-    if (nbytes := sum(len(text.encode()) for pair in request.tags.items() for text in pair)) > TAGS_NBYTES:
-        raise errors.InvalidRequest(f"{checkpoint}: tags may take {TAGS_NBYTES} bytes together, and these take {nbytes}")
+    check_tags(request.tags)
     if not request.shards:
         raise errors.InvalidRequest(f"{checkpoint}: a checkpoint has at least one shard")
     ranks = Counter(receipt.rank for receipt in request.shards)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +24,8 @@ OWN_DIRECTORY: Final = ".ckptd"
 LATEST: Final = "latest"
 #: What the tags of a checkpoint may take together: they are in every answer about it.
 TAGS_NBYTES: Final = 64 * 1024
+#: A century: longer waits are this one, because gRPC's clock ends somewhere.
+LONGEST_SECONDS: Final = 36500 * 86400.0
 #: No clock tells more, in microseconds since the epoch: kernels count its nanoseconds in 63 bits, which end in the year 2262.
 CLOCK_LAST_US: Final = 2**63 // 1000
 
@@ -120,3 +123,10 @@ def pin_key(id: CheckpointId) -> str:
 def manifest_key(id: CheckpointId, save_id: str) -> str:
     """Key of the manifest that `save_id` names."""
     return f"{id}/{OWN_DIRECTORY}/{save_id}"
+
+
+def check_tags(tags: Mapping[str, str]) -> None:
+    """Raises InvalidRequest if they take more than TAGS_NBYTES in UTF-8."""
+    nbytes = sum(len(text.encode()) for pair in tags.items() for text in pair)
+    if nbytes > TAGS_NBYTES:
+        raise InvalidRequest(f"tags may take {TAGS_NBYTES} bytes together, and these take {nbytes}: put large things into the state")

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from ckptd.addresses import parse_address, parse_peer, shown
 from ckptd.errors import InvalidRequest
+from ckptd.model import LONGEST_SECONDS
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
@@ -25,8 +26,6 @@ _UNITS = {"": 1, "b": 1} | {
 }
 _DURATION = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*(ms|s|m|h|d|)")
 _SWITCH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-#: No clock of gRPC's overflows after that.
-_LONGEST_SECONDS: Final = 36500 * 86400.0
 _SECONDS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -71,7 +70,7 @@ def parse_duration(text: str) -> float:
     found = _DURATION.fullmatch(text.strip().lower())
     if found is None:
         raise InvalidRequest(f"{shown(text)} is not a duration: give seconds, or a number with ms, s, m, h or d, such as 90s or 24h")
-    return min(float(found.group(1)) * _SECONDS[found.group(2)], _LONGEST_SECONDS)
+    return min(float(found.group(1)) * _SECONDS[found.group(2)], LONGEST_SECONDS)
 
 
 def parse_store_options(pairs: Sequence[str]) -> dict[str, str]:

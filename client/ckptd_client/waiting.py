@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from ckptd.errors import CkptdError, InvalidRequest, Unavailable
+from ckptd.model import LONGEST_SECONDS
 from ckptd.v1 import daemon_pb2, manifest_pb2
 from ckptd_client.channel import connect, unanswered
 from ckptd_client.names import checked_id
@@ -24,8 +25,6 @@ _FIRST_PAUSE_SECONDS: Final = 0.1
 _LONGEST_PAUSE_SECONDS: Final = 2.0
 #: Any timeout is at least so long: a call takes its time.
 _LEAST_SECONDS: Final = 0.2
-#: A century: what gRPC's clock has room for.
-_LONGEST_SECONDS: Final = 36500 * 86400.0
 #: How long may take what the daemon says to who has waited in vain, and has waited so long himself.
 _REASON_SECONDS: Final = 5.0
 
@@ -92,7 +91,7 @@ def _checked_timeout(timeout: object) -> float | None:
         return None
     if not isinstance(timeout, int | float) or not timeout >= 0:
         raise InvalidRequest(f"timeout={timeout!r} is not a number of seconds, nor None for no limit")
-    return float(min(max(timeout, _LEAST_SECONDS), _LONGEST_SECONDS))
+    return float(min(max(timeout, _LEAST_SECONDS), LONGEST_SECONDS))
 
 
 def _left(until: float | None) -> float | None:

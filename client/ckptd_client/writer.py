@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckptd.errors import CkptdError, InvalidRequest, NotFound, StoreError, Unavailable, WrongPhase
-from ckptd.model import TAGS_NBYTES
+from ckptd.model import check_tags
 from ckptd.v1 import daemon_pb2, manifest_pb2
 from ckptd_client import metadata as pickles
 from ckptd_client.channel import Daemon, connect, unanswered, warn_once
@@ -178,8 +178,7 @@ def _checked_tags(tags: object) -> dict[str, str]:
         raise InvalidRequest(f"tags map str to str, which {tags!r} does not")
     if any(not text.isascii() and text != text.encode("utf-8", "replace").decode() for pair in tags.items() for text in pair):
         raise InvalidRequest(f"tags are Unicode text, and {tags!r} has a lone surrogate")
-    if (nbytes := sum(len(text.encode()) for pair in tags.items() for text in pair)) > TAGS_NBYTES:
-        raise InvalidRequest(f"tags may take {TAGS_NBYTES} bytes together, and these take {nbytes}: put large things into the state")
+    check_tags(tags)
     return dict(tags)
 
 
